@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mtrain.autoconfig.presets import MeasuredPreset, Preset
-from mtrain.config.sections import DecodingConfig, TrainingConfig
+from mtrain.config.sections import ConsistencyConfig, DecodingConfig, TrainingConfig
 from mtrain.data.loader import in_batches
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
@@ -97,7 +97,13 @@ def startup_s() -> float:
     return time.monotonic() - started
 
 
-def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str) -> MeasuredPreset:
+def measure(
+    preset: Preset,
+    batch_tokens: int,
+    sample: Sample,
+    device_name: str,
+    consistency: ConsistencyConfig | None = None,
+) -> MeasuredPreset:
     """Train a model for some seconds, in the precision of a training.
 
     Raises:
@@ -110,7 +116,7 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
     model = build_model(preset.model, sample.tokenizer).to(device)
     dtype = compute_dtype("auto", device)
     model.compute_in(dtype)
-    training = TrainingConfig(optimizer=preset.optimizer)
+    training = TrainingConfig(optimizer=preset.optimizer, consistency=consistency)
     gradients = Gradients(model, training, device, lambda text: None)
     optimizers = TrainingState(model, training, dtype, SINGLE).optimizers
     batches = in_batches(sample.src, sample.tgt, sample.tokenizer, batch_tokens)  # shuffled
@@ -140,7 +146,8 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
                 num_tokens += update()
             speeds.append(num_tokens / (time.monotonic() - started))
     median, spread = statistics.median(speeds), max(speeds) / min(speeds)
-    return MeasuredPreset(preset, batch_tokens, num_parameters(model), median, spread)
+    num_weights = num_parameters(model)
+    return MeasuredPreset(preset, batch_tokens, num_weights, median, spread, consistency)
 
 
 def seconds_per_sentence(

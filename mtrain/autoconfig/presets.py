@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtrain.config.sections import ModelConfig, OptimizerName
+from mtrain.config.sections import ConsistencyConfig, ModelConfig, OptimizerName
 
 MIN_TOKENS_PER_PARAMETER = 5.0  # below, a smaller model reaches a better BLEU
 BATCH_TOKENS, _MIN_BATCH_TOKENS = 4096, 512
@@ -21,8 +21,8 @@ _FULL_LR_WARMUP = {"adam": 1250, "muon": 300}
 _MAX_FULL_LR_UPDATES = 2000  # beyond, the peak lr is scaled by a power of updates
 _LENGTH_EXPONENT = {"adam": 0.0, "muon": -0.25}  # measured for `tiny` alone
 _FEW_READS, _MANY_READS = 10, 60  # of a pair; from each on, dropout is higher
-_SAMPLED_READS = 250  # of a pair; from there on, sampled segmentations reach a better BLEU
-_SAMPLING_ALPHA = 0.1  # of BPE-dropout (Provilkov et al. 2020)
+CONSISTENCY = ConsistencyConfig()
+_CONSISTENCY_READS = 250  # of a pair without that loss; from there on, it reaches a better BLEU
 NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, at whose end the averaged ones are saved
 _MIN_SAVE_EVERY = 10  # updates; a limit in case the measured speed was too low
@@ -79,6 +79,7 @@ class MeasuredPreset(NamedTuple):
     num_parameters: int  # with the chosen vocabulary
     tokens_per_s: float  # target tokens per second of training, without padding
     spread: float  # the highest speed, over the lowest
+    consistency: ConsistencyConfig | None = None  # of the measured updates
 
 
 def fits(measured: MeasuredPreset, budget_s: float) -> bool:
@@ -126,7 +127,7 @@ class TrainingPlan(NamedTuple):
     num_epochs: float
     num_reads: float  # of each different pair; an epoch reads a pair as often as it has copies
     dropout: float
-    sampling_alpha: float
+    consistency: ConsistencyConfig | None
     lr: float
     warmup_steps: int
     save_every: int
@@ -171,10 +172,18 @@ def plan_training(
         num_epochs=epochs,
         num_reads=num_reads,
         dropout=0.1 if num_reads < _FEW_READS else 0.2 if num_reads < _MANY_READS else 0.3,
-        sampling_alpha=_SAMPLING_ALPHA if num_reads >= _SAMPLED_READS else 0.0,
+        consistency=chosen.consistency,
         lr=chosen.preset.lr * min(batch_factor * length_factor, warmup_factor),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
         validate_every=math.ceil(1.1 * updates / (num_validations + 1)),  # the last is at the end
         log_every=min(_MAX_LOG_EVERY, max(1, updates // 20)),
     )
+
+
+def gains_by_consistency(plan: TrainingPlan, batch_tokens: int) -> bool:
+    """Return whether a consistency loss reaches a better BLEU than a plan without it.
+
+    Smaller batches mean that even the updates without it are few.
+    """
+    return plan.num_reads >= _CONSISTENCY_READS and batch_tokens >= BATCH_TOKENS

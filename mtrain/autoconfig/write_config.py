@@ -23,7 +23,12 @@ from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, Training
 from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
 from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus
-from mtrain.config.sections import DataConfig, DecodingConfig, TokenizerConfig
+from mtrain.config.sections import (
+    ConsistencyConfig,
+    DataConfig,
+    DecodingConfig,
+    TokenizerConfig,
+)
 from mtrain.corpus import formats
 from mtrain.errors import ConfigError, DataError
 from mtrain.io.atomic import check_writable, write_lines
@@ -217,12 +222,7 @@ def init(
     console.say(f"subwords  {len(tokenizer.tgt):,} shared; {tokens}")
     tokenizing_s = time.monotonic() - started  # `mtrain train` will need about as long to tokenize
     measured = _measure(request, num_distinct, sample, console, set_status)
-    if load > _USUAL_LOAD or measured.spread > benchmark.USUAL_SPREAD:
-        console.say(
-            f"warning   speeds varied {measured.spread:.1f}-fold, load {load:.1f} a processor: "
-            "other programs run here,"
-        )
-        console.say("          and the plan is for a machine that stays as busy")
+    _warn_of_other_programs(load, measured.spread, console)
     set_status("translating")
     lines = [src for src, _ in pairs]
     greedy_s, beam_s = (
@@ -238,8 +238,13 @@ def init(
         num_valid * greedy_s * (1 + _DECODING.max_extra_tokens / sample.src_tokens_per_pair),
         sum(num_tests) * beam_s,
     )
-    num_copies = is_kept.sum() / num_distinct
-    training = presets.plan_training(measured, request.budget_s, num_tokens, overhead, num_copies)
+    scale = request.budget_s, num_tokens, overhead, is_kept.sum() / num_distinct
+    training = presets.plan_training(measured, *scale)
+    if presets.gains_by_consistency(training, measured.batch_tokens):
+        set_status("trying a consistency loss")
+        chosen = measured.preset, measured.batch_tokens
+        measured = _tried(request, *chosen, sample, console, presets.CONSISTENCY)
+        training = presets.plan_training(measured, *scale)
     set_status("writing")
     report = _write_held_out(request, held_out)
     schema_line = config_file.put_beside(request.config_path).rstrip("\n")
@@ -247,6 +252,15 @@ def init(
     write_lines(request.config_path, [schema_line, *_config_lines(request, choice)])
     config_file.load(request.config_path)
     return InitReport(request.config_path, [*report, *_summary(request, choice, overhead)])
+
+
+def _warn_of_other_programs(load: float, spread: float, console: Console) -> None:
+    if load > _USUAL_LOAD or spread > benchmark.USUAL_SPREAD:
+        console.say(
+            f"warning   speeds varied {spread:.1f}-fold, load {load:.1f} a processor: "
+            "other programs run here,"
+        )
+        console.say("          and the plan is for a machine that stays as busy")
 
 
 def _with_headers(data: DataConfig, console: Console) -> DataConfig:
@@ -338,12 +352,7 @@ def _measure(
 
     def measure(preset: Preset, batch_tokens: int) -> MeasuredPreset:
         set_status(f"trying {preset.name}")
-        measured = benchmark.measure(preset, batch_tokens, sample, request.device)
-        console.say(
-            f"tried     {preset.name:<6}  {measured.num_parameters:>11,} weights  batches of "
-            f"{batch_tokens:,}  {measured.tokens_per_s:>7,.0f} tokens/s"
-        )
-        return measured
+        return _tried(request, preset, batch_tokens, sample, console)
 
     candidates: list[MeasuredPreset] = []
     for preset in presets.PRESETS:
@@ -354,6 +363,24 @@ def _measure(
     chosen = presets.choose(candidates, request.budget_s)
     batch_tokens = presets.batch_tokens(chosen, request.budget_s)
     return chosen if batch_tokens == chosen.batch_tokens else measure(chosen.preset, batch_tokens)
+
+
+def _tried(
+    request: InitRequest,
+    preset: Preset,
+    batch_tokens: int,
+    sample: Sample,
+    console: Console,
+    consistency: ConsistencyConfig | None = None,
+) -> MeasuredPreset:
+    """Measure a preset and print its speed."""
+    measured = benchmark.measure(preset, batch_tokens, sample, request.device, consistency)
+    what = f"{measured.num_parameters:,} weights" if consistency is None else "consistency loss"
+    console.say(
+        f"tried     {preset.name:<6}  {what:>19}  batches of {batch_tokens:,}  "
+        f"{measured.tokens_per_s:>7,.0f} tokens/s"
+    )
+    return measured
 
 
 def _write_held_out(request: InitRequest, held_out: HeldOut) -> list[str]:
@@ -384,10 +411,6 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         corpora = ["  train:", *(f"    - {_corpus(corpus)}" for corpus in data.train)]
     else:
         corpora = [f"  train: {_corpus(data.train)}"]
-    tokenizer, sampled = f"kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}", list[str]()
-    if training.sampling_alpha:
-        tokenizer += f", sampling_alpha: {training.sampling_alpha}"
-        sampled = ["# Pairs are read so often that words are split in another way each time."]
     tests = [f"    {_text(name)}: {_corpus(test)}" for name, test in data.tests.items()]
     clean = [
         "  # Sets were held out: they are copies of training pairs. The training drops those, and",
@@ -407,8 +430,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         *(["  tests:", *tests] if tests else []),
         *(clean if request.held_out else []),
         f"# As many subwords as {pairs} can teach; both languages share them.",
-        *sampled,
-        f"tokenizer: {{{tokenizer}}}",
+        f"tokenizer: {{kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}}}",
         f"# The size `{preset.name}`: {choice.measured.num_parameters:,} weights. {why[0]}",
         why[1],
         f"# Dropout is higher, the more often a pair is seen: about "
@@ -427,6 +449,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         "  max_steps: null",
         f"  batch_tokens: {choice.measured.batch_tokens}  # padding included; affects memory",
         f"  accumulate: {preset.accumulate}  # batches of an update",
+        *_consistency_lines(training.consistency),
         f"  optimizer: {preset.optimizer}",
         "  schedule: linear  # the rate falls to 0 at the end of the time",
         f"  lr: {training.lr:.2g}  # lower it if the loss jumps",
@@ -439,6 +462,16 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         "  patience: 100  # validations; with a budget of time, train to its end",
         f"  device: {_text(request.device)}",
         f"decoding: {{beam: {_DECODING.beam}, length_alpha: {_DECODING.length_alpha}}}",
+    ]
+
+
+def _consistency_lines(consistency: ConsistencyConfig | None) -> list[str]:
+    if consistency is None:
+        return []
+    return [
+        "  # Pairs are read so often that a second pass of each, with other dropout, must agree",
+        "  # with the first (SimCut). An update takes about twice the time.",
+        f"  consistency: {{weight: {consistency.weight}, cutoff: {consistency.cutoff}}}",
     ]
 
 

@@ -43,10 +43,14 @@ def test_a_budget_of_more_time_gives_more_updates_and_more_dropout():
     assert (short.dropout, longer.dropout, longest.dropout) == (0.1, 0.2, 0.3)
 
 
-def test_segmentations_are_sampled_where_pairs_are_read_most_often():
+def test_a_consistency_loss_is_for_pairs_that_are_read_often_in_full_batches():
     some, many = (plan(tried(), 60 * n, 50_000) for n in (20, 30))
     assert some.num_reads < 250 <= many.num_reads
-    assert (some.sampling_alpha, many.sampling_alpha) == (0.0, 0.1)
+    assert not presets.gains_by_consistency(some, 4096)
+    assert presets.gains_by_consistency(many, 4096)
+    assert not presets.gains_by_consistency(many, 2048)
+    slower = tried(tokens_per_s=4000)._replace(consistency=presets.CONSISTENCY)
+    assert (many.consistency, plan(slower, 1200, 50_000).consistency) == (None, presets.CONSISTENCY)
 
 
 def test_copies_of_a_pair_count_as_reading_it_more_often():

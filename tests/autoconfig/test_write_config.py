@@ -1,4 +1,5 @@
 import json
+import math
 import random
 import re
 import shlex
@@ -40,9 +41,10 @@ startup_s = benchmark.startup_s
 def no_trials(monkeypatch):
     """Train no model, but count its weights: what is tested is what is chosen and written."""
 
-    def counted(preset, batch_tokens, sample, device):
+    def counted(preset, batch_tokens, sample, device, consistency=None):
         num_weights = num_parameters(build_model(preset.model, sample.tokenizer))
-        return presets.MeasuredPreset(preset, batch_tokens, num_weights, 20_000.0, 1.0)
+        speed = 8000.0 if consistency else 20_000.0
+        return presets.MeasuredPreset(preset, batch_tokens, num_weights, speed, 1.0, consistency)
 
     monkeypatch.setattr(benchmark, "measure", counted)
     monkeypatch.setattr(benchmark, "seconds_per_sentence", lambda *arguments: 0.001)
@@ -176,13 +178,27 @@ def test_the_dropout_of_a_corpus_with_copies_is_that_of_its_different_pairs():
     assert written("copies.yaml").model.dropout == written("once.yaml").model.dropout == 0.3
 
 
-def test_pairs_that_are_read_most_often_are_split_in_another_way_each_time():
-    init(output="short.yaml", budget_s=1)
-    init(output="long.yaml", budget_s=3600)
-    found = [written(name).tokenizer.sampling_alpha for name in ("short.yaml", "long.yaml")]
-    assert found == [0.0, 0.1]
-    comment = "# Pairs are read so often that words are split in another way each time."
-    assert [comment in read(name) for name in ("short.yaml", "long.yaml")] == [False, True]
+def test_pairs_that_are_read_often_are_trained_on_with_a_consistency_loss_at_its_own_speed(
+    monkeypatch,
+):
+    plain, consistent = Said(), Said()
+    init(plain, output="short.yaml", budget_s=300)
+    init(consistent, output="long.yaml", budget_s=1200)
+    short, long = written("short.yaml").training, written("long.yaml").training
+    assert (short.batch_tokens, short.consistency) == (2048, None)
+    assert (long.batch_tokens, long.consistency) == (4096, presets.CONSISTENCY)
+    tried = [[line for line in said.lines if "tried" in line] for said in (plain, consistent)]
+    assert [line.split()[-2] for line in tried[0]] == ["20,000"] * 2  # in smaller batches, too
+    assert tried[1][1:] == [
+        "tried     tiny       consistency loss  batches of 4,096    8,000 tokens/s"
+    ]
+    monkeypatch.setattr(presets, "_CONSISTENCY_READS", math.inf)
+    init(output="plain.yaml", budget_s=1200)
+    expected, slower = (
+        int(re.search(r"about ([\d,]+) updates", "\n".join(read(name)))[1].replace(",", ""))
+        for name in ("plain.yaml", "long.yaml")
+    )
+    assert slower == pytest.approx(expected * 8000 / 20_000, abs=1)
 
 
 def test_pairs_that_share_one_sentence_with_a_held_out_pair_are_dropped_and_counted():
@@ -488,7 +504,7 @@ def test_a_speed_is_the_median_of_windows_more_of_them_where_they_differ(
 def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(monkeypatch):
     tried = []
 
-    def measure(preset, batch_tokens, sample, device):
+    def measure(preset, batch_tokens, sample, device, consistency):
         tried.append((preset.name, batch_tokens))
         num_tried, speed = len(tried), 10_000 / len(tried)
         return presets.MeasuredPreset(preset, batch_tokens, 10 ** (6 + num_tried), speed, 1.0)
@@ -510,7 +526,7 @@ def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(mon
 def test_a_short_budget_is_tried_again_with_the_smaller_batches_that_it_gets(monkeypatch):
     tried = []
 
-    def measure(preset, batch_tokens, sample, device):
+    def measure(preset, batch_tokens, sample, device, consistency):
         tried.append((preset.name, batch_tokens))
         return presets.MeasuredPreset(preset, batch_tokens, 10**6, 2 * batch_tokens, 1.0)
 
@@ -577,7 +593,8 @@ def test_every_line_of_the_config_fits_and_every_choice_is_explained():
 def test_what_is_done_is_told_while_it_is_done():
     told = []
     write_config.init(parse(), Said(), lambda _: told.append("reading"), told.append)
-    stages = ["reading", "learning subwords", "trying tiny", "translating", "writing"]
+    stages = ["reading", "learning subwords", "trying tiny", "translating"]
+    stages += ["trying a consistency loss", "writing"]
     assert list(dict.fromkeys(told)) == stages
 
 
