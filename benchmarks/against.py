@@ -16,6 +16,7 @@ import datetime
 import os
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import decode_speed
 import environments
@@ -75,7 +76,7 @@ def main() -> None:
         report(f"translating, beam {beam}, sentences/s", speeds)
 
 
-def run(checkout: Path, worker: str, job: dict[str, object], threads: int):
+def run(checkout: Path, worker: str, job: dict[str, object], threads: int) -> dict[str, Any]:
     """Run a checkout's worker on a job; return what its one line of JSON holds."""
     env = environments.variables(None, threads)
     env["PYTHONPATH"] = os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])

@@ -80,11 +80,18 @@ def main() -> None:
         "--directions", nargs="+", choices=names, default=[*names], help="of back: that are scored"
     )
     given = parser.parse_args()
-    numbers = [[int(number) for number in text.split(",")] for text in (given.pairs, given.seeds)]
-    augment = given.augment.split()
-    sizes = (given.max_steps, given.num_all)
-    rounds = (given.rounds, given.skip_all, [names[name] for name in given.directions])
-    plan = Plan(given.out, *numbers, *sizes, augment, given.set, *rounds)
+    plan = Plan(
+        directory=given.out,
+        pairs=[int(number) for number in given.pairs.split(",")],
+        seeds=[int(number) for number in given.seeds.split(",")],
+        max_steps=given.max_steps,
+        num_all=given.num_all,
+        augment=given.augment.split(),
+        overrides=given.set,
+        rounds=given.rounds,
+        skip_all=given.skip_all,
+        directions=[names[name] for name in given.directions],
+    )
     plan.directory.mkdir(parents=True, exist_ok=True)
     say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")
     if given.what == "speed":
@@ -312,7 +319,7 @@ def corpus_of(src: Path, tgt: Path) -> dict[str, list[str]]:
 
 def validation_bleu(run: Path) -> float:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-    return max(line["valid_bleu"] for line in lines if "valid_bleu" in line)
+    return max(float(line["valid_bleu"]) for line in lines if "valid_bleu" in line)
 
 
 def note(plan: Plan, title: str, system: str, seed: int, run: Path) -> None:

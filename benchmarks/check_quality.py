@@ -75,7 +75,8 @@ def audited(planted: Planted) -> dict[str, list[int]]:
         lists = Path(name) / "lists"
         lists.mkdir()
         audit(config, None, lists, lambda num_bytes: None)
-        return found_lines(lists)
+        lines: dict[str, list[int]] = found_lines(lists)
+        return lines
 
 
 def read(stem: Path) -> list[Pair]:

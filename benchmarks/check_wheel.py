@@ -20,6 +20,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -54,7 +55,7 @@ mtrain.train({
 """
 
 
-def call(*command: str | Path, cwd: Path, stdin: bytes = b"", **changes: str) -> str:
+def call(*command: str | Path, cwd: Path, stdin: bytes = b"", **changes: Any) -> str:
     """Run a command as a user does: nothing of the sources is in its environment."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [str(word) for word in command]
@@ -64,7 +65,7 @@ def call(*command: str | Path, cwd: Path, stdin: bytes = b"", **changes: str) ->
     return done.stdout.decode()
 
 
-def build(directory: Path, **changes: str) -> Path:
+def build(directory: Path, **changes: Any) -> Path:
     """Return the wheel that is built with these changes of the environment."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     call(*pip, "--wheel-dir", directory, REPOSITORY, cwd=directory.parent, **changes)
@@ -99,7 +100,7 @@ def check(wheel: Path) -> None:
 def audit(wheel: Path, directory: Path) -> None:
     """Print on which systems the wheel runs, as auditwheel sees it."""
     call(sys.executable, "-m", "venv", directory, cwd=directory.parent)
-    pip = [directory / "bin" / "python", "-m", "pip", "install", "--quiet", "auditwheel"]
+    pip = (directory / "bin" / "python", "-m", "pip", "install", "--quiet", "auditwheel")
     call(*pip, cwd=directory.parent)
     said = call(directory / "bin" / "auditwheel", "show", wheel, cwd=directory.parent)
     assert "manylinux" in said or "musllinux" in said, said
@@ -119,8 +120,8 @@ def install(wheel: Path, directory: Path) -> Path:
     """Return the `bin` of a fresh environment that holds the wheel and all its extras."""
     started = time.monotonic()
     call(sys.executable, "-m", "venv", directory, cwd=directory.parent)
-    pip = [directory / "bin" / "python", "-m", "pip", "install", "--quiet"]
-    constraints = ["--constraint", REPOSITORY / "constraints.txt"]
+    pip = (directory / "bin" / "python", "-m", "pip", "install", "--quiet")
+    constraints = ("--constraint", REPOSITORY / "constraints.txt")
     call(*pip, *constraints, f"{wheel}[all]", cwd=directory.parent)
     print(f"installed with all extras in {time.monotonic() - started:.0f} s")
     return directory / "bin"

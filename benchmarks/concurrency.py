@@ -157,7 +157,7 @@ def load_mtrain(options: argparse.Namespace) -> Callable[[str], object]:
     import mtrain
 
     model = mtrain.load(options.run, beam=options.beam, device="cpu")
-    return lambda line: model.translate([line], on_warning=str)
+    return lambda line: model.translate([line], on_warning=lambda _: None)
 
 
 def load_ctranslate2(options: argparse.Namespace) -> Callable[[str], object]:

@@ -93,8 +93,8 @@ def tokens_of(batches: UpdateBatches) -> Tokens:
     total = torch.zeros(len(Tokens._fields), dtype=torch.float64)
     for batch, _ in batches.micro_batches:
         src_B, tgt_B = batch.src_keep_BS.sum(1).double(), batch.tgt_keep_BT.sum(1).double()
-        own = Tokens(src_B, tgt_B, src_B.square(), tgt_B.square(), src_B * tgt_B)
-        total += torch.stack([count_B.sum() for count_B in own])
+        counts = (src_B, tgt_B, src_B.square(), tgt_B.square(), src_B * tgt_B)
+        total += torch.stack([count_B.sum() for count_B in counts])
     return Tokens(*total.tolist())
 
 
@@ -113,7 +113,7 @@ def idle_share(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         speed = make(trainer, updates, count)
-    busy_us = sum(event.self_device_time_total for event in profiled.key_averages())
+    busy_us: float = sum(event.self_device_time_total for event in profiled.key_averages())
     return max(0.0, 1 - busy_us / 1e6 / speed.seconds)
 
 

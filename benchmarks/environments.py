@@ -104,7 +104,7 @@ def run_worker(
     env: Mapping[str, str],
     patience_s: float,
     arguments: Sequence[str] = (),
-) -> Any:
+) -> dict[str, Any]:
     """Run a worker, a module of `peers`, on a job; return what its one line of JSON holds.
 
     Raises:
@@ -126,4 +126,5 @@ def run_worker(
             raise NotMeasured(f"did not end within {patience_s:.0f} s") from None
     if done.returncode != 0:
         raise NotMeasured(f"failed: {last_words(done.stderr)}")
-    return json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer

@@ -226,10 +226,9 @@ def serve(options: argparse.Namespace) -> None:
             search(lines[:20])
         print(json.dumps("loaded"), flush=True)
         for request in sys.stdin:
-            search = searches.get(json.loads(request))
             rate = None
-            if search is not None:
-                rate = (len(lines) - 1) / (search(lines) - search(lines[:1]))
+            if wanted := searches.get(json.loads(request)):
+                rate = (len(lines) - 1) / (wanted(lines) - wanted(lines[:1]))
             print(json.dumps(rate), flush=True)
 
 
@@ -242,14 +241,18 @@ def timed(translate: Callable[[Sequence[str]], object]) -> Search:
     return search
 
 
+def ignore(warning: str) -> None:
+    """Print nothing beside the answers."""
+
+
 def of_mtrain(run: Any) -> dict[str, Search]:
     import mtrain
 
     beam = run.config.decoding.beam
     greedy, searching = (mtrain.load(run.path, beam=width, device="cpu") for width in (1, beam))
     return {
-        "greedy": timed(lambda lines: greedy.translate(lines, on_warning=str)),
-        "beam": timed(lambda lines: searching.translate(lines, on_warning=str)),
+        "greedy": timed(lambda lines: greedy.translate(lines, on_warning=ignore)),
+        "beam": timed(lambda lines: searching.translate(lines, on_warning=ignore)),
     }
 
 

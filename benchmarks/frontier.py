@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import decode_speed
 import environments
@@ -96,7 +96,14 @@ def main() -> None:
 
 
 def read_task(options: argparse.Namespace, run: Path) -> Task:
-    given = {"run": run, "lines": None, "beam": 1, "alpha": 0.6, "batch": 64, "max_tokens": 40}
+    given: dict[str, Any] = {
+        "run": run,
+        "lines": None,
+        "beam": 1,
+        "alpha": 0.6,
+        "batch": 64,
+        "max_tokens": 40,
+    }
     given |= {"precision": "float32", "threads": options.threads, "seconds": options.seconds}
     return decode_speed.read_task(argparse.Namespace(**given))
 

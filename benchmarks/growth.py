@@ -130,7 +130,7 @@ def train(point: Point, seconds: float) -> Cost:
         sums = label_smoothed(
             states_BTD, model.output.weight, batch.tgt_out_BT, batch.tgt_keep_BT, 0.1
         )
-        (sums.loss / batch.num_tgt_tokens).backward()
+        (sums.loss / batch.num_tgt_tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         took.append(time.monotonic() - before)

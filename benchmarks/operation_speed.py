@@ -26,6 +26,7 @@ from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.runtime.device import keep_freed_memory
 
 Case = Callable[[], object]
+Forward = Callable[[], torch.Tensor]
 
 
 def cases(dtype: torch.dtype) -> dict[str, Case]:
@@ -34,7 +35,7 @@ def cases(dtype: torch.dtype) -> dict[str, Case]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).to(dtype).requires_grad_()
 
-    def differentiated(function: Case, inputs: list[torch.Tensor]) -> Case:
+    def differentiated(function: Forward, inputs: list[torch.Tensor]) -> Case:
         upstream = torch.randn_like(function())
         return lambda: torch.autograd.grad(function(), inputs, upstream)
 
@@ -55,7 +56,8 @@ def cases(dtype: torch.dtype) -> dict[str, Case]:
         ),
         "dropout": differentiated(lambda: dropout(x), [x]),
         "loss": lambda: torch.autograd.grad(
-            ProjectedCrossEntropy.apply(x, weight, targets, 0.1)[0], [x, weight]
+            ProjectedCrossEntropy.apply(x, weight, targets, 0.1)[0],  # type: ignore[no-untyped-call]
+            [x, weight],
         ),
     }
 

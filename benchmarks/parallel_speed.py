@@ -125,14 +125,14 @@ def keep_gradients_at_home(trainer: Trainer) -> None:
     by_fsdp = FSDPGradients.backward_micro_batch
 
     def bare(
-        gradients: DDPGradients, batch: Batch, tokens: float, seeds: Iterator[int], is_last: bool
+        self: DDPGradients, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
-        return gradients.backward_batch(batch, tokens, seeds)
+        return self.backward_batch(batch, num_tokens, seeds)
 
     def unexchanged(
-        gradients: FSDPGradients, batch: Batch, tokens: float, seeds: Iterator[int], is_last: bool
+        self: FSDPGradients, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
-        return by_fsdp(gradients, batch, tokens, seeds, is_last=False)
+        return by_fsdp(self, batch, num_tokens, seeds, is_last=False)
 
     DDPGradients.backward_micro_batch = bare  # type: ignore[method-assign]
     FSDPGradients.backward_micro_batch = unexchanged  # type: ignore[method-assign]

@@ -173,7 +173,7 @@ def make_job(options: argparse.Namespace, recipe: Recipe) -> Job:
 
 def load(path: Path, takes_partial: bool) -> Curve:
     """Return a curve; of one that has not ended the points only if `takes_partial`."""
-    tree = {"points": [], "has_ended": False}
+    tree: dict[str, Any] = {"points": [], "has_ended": False}
     if path.is_file():
         tree = json.loads(path.read_text("utf-8"))
     points = (

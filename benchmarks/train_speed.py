@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import environments
 from environments import REPOSITORY, NotMeasured
@@ -223,7 +224,7 @@ def measure(options: argparse.Namespace, name: str) -> Measurement:
     )
 
 
-def run_worker(options: argparse.Namespace, name: str, arguments: list[str]):
+def run_worker(options: argparse.Namespace, name: str, arguments: list[str]) -> dict[str, Any]:
     """Run a system's worker; return what its one line of JSON holds.
 
     Raises:

@@ -88,15 +88,11 @@ class Trace:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
 
 def command_line() -> Callable[[], None]:
     """Return the function behind the `mtrain` command."""
-    from mtrain import cli
-
-    if callable(getattr(cli, "main", None)):  # a checkout of before the packages
-        return cli.main  # type: ignore[no-any-return]
     from mtrain.cli.main import main
 
     return main

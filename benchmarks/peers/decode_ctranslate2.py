@@ -10,6 +10,7 @@ import numpy as np
 from ctranslate2.specs import TransformerSpec
 from ctranslate2.specs.attention_spec import MultiHeadAttentionSpec
 from ctranslate2.specs.common_spec import LayerNormSpec, LinearSpec
+from ctranslate2.specs.transformer_spec import FeedForwardSpec
 from peers.decoding import Ids, Job, Loaded, in_batches, run_apart, serve
 from peers.worker import BOS, EOS, NUM_SPECIAL, PAD, UNK
 from safetensors.numpy import load_file
@@ -112,7 +113,7 @@ def put_cross_attention(spec: MultiHeadAttentionSpec, own: Weights, prefix: str)
     put_norm(spec.layer_norm, own, f"{prefix}.residual_2")
 
 
-def put_feed_forward(spec, own: Weights, name: str, residual: str) -> None:
+def put_feed_forward(spec: FeedForwardSpec, own: Weights, name: str, residual: str) -> None:
     put_linear(spec.linear_0, own, f"{name}.inner")
     put_linear(spec.linear_1, own, f"{name}.outer")
     put_norm(spec.layer_norm, own, residual)

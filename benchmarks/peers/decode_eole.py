@@ -49,7 +49,7 @@ def load(job: Job) -> Loaded:
     draw_weights(predictor.model)
 
     def decode(rows: list[int]) -> Ids:
-        sources, lengths = ([of[row] for row in rows] for of in (job.sources, job.lengths))
+        sources, lengths = [job.sources[row] for row in rows], [job.lengths[row] for row in rows]
         end_after(lengths)
         found = predictor.predict_batch(make_batch(sources), attn_debug=False)
         outputs = [hypotheses[0].tolist() for hypotheses in found["predictions"]]

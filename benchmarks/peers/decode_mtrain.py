@@ -9,10 +9,11 @@ import torch
 from peers.decoding import Job, Loaded, serve
 
 from mtrain import __version__
-from mtrain.decode import translator as translator_module
+from mtrain.decode import translator
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
-from mtrain.run import load_model
+from mtrain.decode.translator import EncodedSource
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_settings import own_process
 
@@ -34,13 +35,16 @@ def load(job: Job) -> Loaded:
         shortlist="fast" if others else None,
         retry_flagged=False,  # a second search, which the other systems do not make
     )
-    translator = translator_module.load(run, options, load_model.LoadOptions("cpu", precision))
-    usual = translator.max_length
-    translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
+    loading = LoadOptions("cpu", precision)  # type: ignore[arg-type]
+    model = translator.load(run, options, loading)
+    usual = EncodedSource.max_length
+
+    def limited(self: EncodedSource, max_extra_tokens: int) -> int:
+        return min(usual(self, max_extra_tokens), job.max_tokens - 1)
+
+    EncodedSource.max_length = limited  # type: ignore[method-assign]
     versions = {"mtrain": __version__, "torch": torch.__version__}
-    return Loaded(
-        lambda: translate_lines(translator, job.lines, block_lines=len(job.lines)), versions
-    )
+    return Loaded(lambda: translate_lines(model, job.lines, block_lines=len(job.lines)), versions)
 
 
 if __name__ == "__main__":

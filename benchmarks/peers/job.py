@@ -217,8 +217,11 @@ def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], 
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--curve", action="store_true")
     options = parser.parse_args()
-    fields = json.loads(options.job.read_text("utf-8"))
-    job = Job(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()})
+    tree = json.loads(options.job.read_text("utf-8"))
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()
+    }
+    job = Job(**fields)
     print_answer = keep_stdout()
     answer: dict[str, object]
     if options.count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
 
         def updates(
             self, batch_tokens: int, start: Position, split: MicroBatchSplit
-        ) -> Iterator[UpdateBatches]:
+        ) -> Generator[UpdateBatches]:
             for batches in super().updates(batch_tokens, start, split):
                 meter.begin(batches.num_tokens)
                 yield batches
@@ -55,8 +55,8 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
             if isinstance(meter, CurveMeter):
                 meter.translate = lambda: self.valid.translations(self.translator)
 
-    trainer.TrainingData = Watched  # type: ignore[misc]
-    trainer.Trainer = Translating  # type: ignore[misc]
+    trainer.TrainingData = Watched  # type: ignore[attr-defined]
+    trainer.Trainer = Translating  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(job, folder)
         run = RunDir(Path(folder))

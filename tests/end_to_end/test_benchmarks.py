@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from tasks import REPOSITORY, prepared, write_task
 from torch.utils.flop_counter import FlopCounterMode
 
+import mtrain
 from mtrain.config import config_file
+from mtrain.decode.translator import EncodedSource
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.training.trainer import Trainer
@@ -126,3 +129,35 @@ def test_a_benchmark_asks_a_trainer_only_for_what_it_has(corpus: Path) -> None:
                 asked.add(node.attr)
     assert "_save" in asked
     assert {name for name in asked if not hasattr(trainer, name)} == set()
+
+
+def test_mtrain_translates_in_a_benchmark_as_always_up_to_the_length_of_all_systems(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    monkeypatch.setattr(EncodedSource, "max_length", EncodedSource.max_length)  # as after the test
+    decoding = importlib.import_module("peers.decoding")
+    decode_mtrain = importlib.import_module("peers.decode_mtrain")
+    unused = ("num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads")
+    lines = ["7 1 2 8", "0 3 3"]
+    job = decoding.Job(
+        **dict.fromkeys((*unused, "vocab_size"), 0),
+        run=str(trained.path),
+        lines=lines,
+        sources=[],
+        beam=2,
+        alpha=1.0,
+        batch_size=2,
+        max_tokens=100,
+        lengths=[],
+        precision="float32",
+        threads=1,
+        seconds=0.0,
+    )
+    outputs = decode_mtrain.load(job).translate()
+    model = mtrain.load(trained.path, beam=2, length_alpha=1.0, precision="float32", device="cpu")
+    assert outputs == list(model.translate(lines))
+    starts = decode_mtrain.load(replace(job, max_tokens=3)).translate()
+    for output, start in zip(outputs, starts, strict=True):
+        assert output.startswith(start)
+        assert output != start
