@@ -78,7 +78,7 @@ class Model:
 
     @property
     def options(self) -> DecodingOptions:
-        """The decoding options of calls that are given none."""
+        """The default decoding options of `translate` and `translate_text`."""
         return self.translator.options
 
     @overload
@@ -137,14 +137,16 @@ class Model:
             timeout_s: seconds after which the call raises `TimeoutError`.
             cancel: when another thread sets this event, the call raises
                 `concurrent.futures.CancelledError`.
-            max_chars: the most characters of all lines together.
+            max_chars: the limit on the characters of all lines together.
             on_warning: called with each warning, such as "line 3: the translation repeats
                 itself."; by default warnings are logged under the name `mtrain`.
 
         Raises:
-            DataError: if `lines` is a single string, has an item that is not a string, or exceeds
-                `max_chars`; or if there are more or fewer prefixes than lines.
+            DataError: if `lines` is a single string, has an item that is not a string, exceeds
+                `max_chars` or, with `on_long="error"`, has a line that is too long; or if there are
+                more or fewer prefixes than lines.
             ConfigError: if an option is invalid, or not supported by the engine.
+            RunError: if the logits of the model are not finite.
 
         Example:
             model = mtrain.load("runs/en-de")
@@ -456,8 +458,7 @@ def augment(
         precision: the type of matrix products; `auto` is float32, and int8 needs a CPU. With
             bfloat16 and int8 the key-value cache is in bfloat16.
         on_warning: called with each warning about the text; by default warnings are logged.
-        process_group: the ranks that share the work, which all make the same call; None is a
-            single process.
+        process_group: the ranks that share the work; each makes this call. None is one process.
 
     Raises:
         UserError: if the config, a text or an option cannot be used, a run translates in another
@@ -537,8 +538,7 @@ def distill(
         student: the numbers of encoder and decoder layers, at the teacher's width; deep-shallow is
             6-1, and tiny is narrower, too.
         mono: files of additional text in the source language, which the teacher translates.
-        run_dir: the run folder of the student; by default the config's `run_dir`, a hyphen and
-            `student`.
+        run_dir: the run folder of the student; by default RUN_DIR-STUDENT, such as runs/en-de-tiny.
         beam: the beam width of the teacher; None takes it from the run's config.
         device: the device of the translations: auto, cpu, cuda, cuda:1, ...
         on_metrics: called with each record of `metrics.jsonl`, as in `train`.
@@ -606,16 +606,16 @@ def load(
         device: auto, cpu, cuda, cuda:1, ...
         precision: the type of matrix products; `auto` is float32, and int8 needs a CPU. With
             bfloat16 and int8 the key-value cache is in bfloat16.
-        shortlist: `fast` ranks only the target tokens that a table of the run finds likely for the
-            source; for beam search on a CPU. On first use, the table is learned from the training
-            text and written into the run folder.
+        shortlist: `fast` ranks only frequent target tokens and those that co-occur with tokens of
+            the source in the training text; for beam search on a CPU. On first use, the table of
+            co-occurrences is learned and written into the run folder.
         rerank_with: a run of the other direction, or of both; hypotheses are ranked by its
             log-probability of the source, too (noisy-channel reranking).
-        rerank_weight: of that run; None is 0.3.
+        rerank_weight: the weight of that log-probability; None is 0.3.
         engine: `ctranslate2` translates with CTranslate2, from an export of the run that is written
-            into the run folder on first use. It takes one run, and refuses sampling, alternatives,
-            prefixes, alignments, `mbr`, `early_stop` and `no_repeat_ngram`; log-probabilities are
-            those of whole translations only.
+            into the run folder on first use. It supports a single run, and no sampling,
+            alternatives, prefixes, alignments, `mbr`, `early_stop` and `no_repeat_ngram`;
+            log-probabilities are those of whole translations only.
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its files do not fit together.
@@ -712,7 +712,7 @@ def export(
 
     Args:
         run: the run folder.
-        directory: the folder to write; it must not exist.
+        directory: the folder to write, or the file with `to="argos"`; it must not exist.
         to: the library, one of those that `mtrain export --help` names.
         quantize: the type of the weights; None is float32. No library has every type.
         check_lines: the number of lines of the validation text on which both are compared.

@@ -28,7 +28,7 @@ def require_package(package: str, user: str, install: str) -> None:
     Args:
         package: as it is imported.
         user: the verb or option that needs it.
-        install: what `pip install` has to be given to add it.
+        install: the argument of `pip install` that adds it.
 
     Raises:
         ConfigError: if it is not installed.
@@ -55,4 +55,4 @@ def damaged(path: Path, what: str) -> RunError:
 
 
 class LostError(UserError):
-    """A rank that cannot join its process group, or has left it."""
+    """A process group that the other ranks did not join in time, or that one has left."""

@@ -1,4 +1,4 @@
 """The audit of corpora: features of lines, rules, duplicates, contamination, reports.
 
-Reads text through `corpus`. Knows nothing of encoded pairs, batches and models.
+Reads text through `corpus`. Independent of encoded pairs, batches and models.
 """

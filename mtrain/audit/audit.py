@@ -1,7 +1,7 @@
 """Audit the corpora of a config: which problems they have, where, and how serious they are.
 
-Each corpus is read once into records on disk; the rules judge the records, and a second reading
-of the text fills the lists.
+A first pass over each corpus writes a record of every pair to disk. The rules judge the records,
+while a second pass writes the lists of affected pairs, with their text.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from mtrain.io.text_width import count
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 REPORT_FILE = "report.json"  # beside the lists, in every folder of them
-_USUAL_LEAK_SHARE = 0.01  # of held-out lines of which one side occurs elsewhere
-_SPLIT_LEAK_SHARE = 0.1  # of the pairs of a held-out corpus in training, above which it is no split
+_USUAL_LEAK_SHARE = 0.01  # of held-out pairs with one side elsewhere, up to which it is a note
+_SPLIT_LEAK_SHARE = 0.1  # of held-out pairs in training; above it, but below 1, it is a warning
 
 Dropped = dict[str | None, Counter[str]]  # for each corpus of a mixture, dropped pairs by reason
 
@@ -55,7 +55,7 @@ def audit(
 ) -> AuditReport:
     """Audit all corpora of a config.
 
-    The lists go into `directory`. `advance` gets the bytes read, in sum twice those of the corpora.
+    Writes the lists into `directory`. Calls `advance` with newly read bytes, in two passes.
     """
     data = config.data
     scans = scan_corpora(data, directory, tokenizer, advance, is_strict=False)
@@ -249,7 +249,7 @@ class _Leak(NamedTuple):
 
 
 def _leaks(scan: Scan) -> Iterator[_Leak]:
-    """Yield the leaks of a held-out corpus; a side counts only where its pair does not."""
+    """Yield the leaks of a held-out corpus; occurrences of a pair do not count for its sides."""
     for other, leaks in scan.leaks:
         src, tgt, pair = leaks.occurrences()
         yield _Leak("pair", SideName.BOTH, other, *pair)
@@ -262,7 +262,7 @@ def _leaks(scan: Scan) -> Iterator[_Leak]:
 def _leak_finding(
     lists: _FindingLists, leak: _Leak, scan: Scan, clean: list[str]
 ) -> AuditFinding | None:
-    """Return the finding of a leak; None if nothing leaks."""
+    """Return the finding of a leak; None if no pair has it."""
     num_found, num_exact = lists.counts[leak.name], np.count_nonzero(leak.exact_times)
     if not num_found:
         return None
@@ -329,7 +329,7 @@ _FILE_RULES = {  # problems of files by their names: the files, and what to do
 
 
 def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
-    """Yield what is wrong with whole files."""
+    """Yield the findings on whole files."""
     problems: dict[str, list[Entry]] = {}
     num_files = 0
     for part in scan.reader.parts:

@@ -1,7 +1,7 @@
 """Repeats within a corpus, and held-out sentences in another corpus, found by hashes alone.
 
-Pairs have 128 bits, sources 64: among five million sources, the chance of a collision is below one
-in a million.
+Repeated pairs are compared by 128 bits, sources and held-out text by 64: among five million
+sources, the chance of a collision is below one in a million.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mtrain.audit.features import (
     mixed,
 )
 
-_PASS_PAIRS = 1_000_000  # sorted at a time
+_PASS_PAIRS = 1_000_000  # sorted at a time, on average
 
 Numbers = npt.NDArray[np.uint32]
 
@@ -35,7 +35,7 @@ class Repeats(NamedTuple):
 
 
 def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
-    """Find all repeats, in as many passes over the hashes as bounded memory needs."""
+    """Find all repeats; each pass over the records sorts about `_PASS_PAIRS` hashes in memory."""
     repeats = Repeats(np.zeros(num_pairs, np.uint32), np.zeros(num_pairs, np.uint32))
     num_passes = num_pairs // _PASS_PAIRS + 1
     for remainder in range(num_passes):  # of the hash of the source

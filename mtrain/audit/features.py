@@ -1,4 +1,4 @@
-"""Features of lines: one fixed-size record for each line. Knows no files.
+"""Features of lines: one fixed-size record for each line. Reads no files.
 
 A block of lines is one array of code points; Python loops over lines only to hash them, and over
 characters in rare cases.
@@ -39,7 +39,7 @@ class LineFlag(IntFlag):
 
 
 class Feature(IntFlag):
-    """Groups of features that are computed together; `measure` computes those that are asked for.
+    """Groups of features that `measure` computes together.
 
     The length in characters and whether a line is blank are always computed.
     """
@@ -71,7 +71,7 @@ LINE = np.dtype(
     ]
 )
 NUM_ENDINGS = 8
-MAX_CHARS = 20_000  # analysed of a line; its hash and length are of the whole line
+MAX_CHARS = 20_000  # analysed per line; `hash` and `chars` are of the whole line
 
 _ENDINGS = np.zeros(0x3100, np.uint8)  # 0: a letter or a digit, 1: anything else
 for _number, _members in enumerate(
@@ -81,7 +81,7 @@ for _number, _members in enumerate(
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _POWERS = np.cumprod(np.full(MAX_CHARS + 2, _FACTOR | np.uint64(1), np.uint64), dtype=np.uint64)
-_STEM_LETTERS = 5  # by which words of two languages are compared
+_STEM_LETTERS = 5  # first letters, by which words of two languages are compared
 _MARKUP = re.compile(r"</?[A-Za-z][^<>]*>|&(?:#\d+|[A-Za-z]{2,8});|\{[^{}]*\}|https?://\S+")
 # UTF-8 that was read as Latin-1 or as Windows-1252: a lead byte, then continuation bytes.
 _TRAIL = "[\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
@@ -235,7 +235,7 @@ def _sums(values: Hashes, firsts: Ints) -> Hashes:
 
 
 class _WordBlock:
-    """The runs of letters or digits of a block; of scripts without spaces, the single letters."""
+    """The words of a block: runs of letters or digits; in scripts without spaces, each letter."""
 
     def __init__(self, block: _CharacterBlock) -> None:
         is_digit = block.kinds == Kind.DIGIT

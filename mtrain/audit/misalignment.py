@@ -2,9 +2,9 @@
 
 A line that is missing on one side shifts all pairs after it. Two lines are compared by length,
 numbers, names, punctuation and ending. The log-likelihood ratio of each agreement is estimated from
-the corpus: its frequency in pairs over that in unrelated lines. A CUSUM test finds the stretches
-where the evidence for an offset exceeds that for offset 0; a stretch begins where the sum began to
-rise.
+the corpus: its frequency in pairs over that in unrelated lines. A CUSUM test (Page 1954) finds the
+stretches where the evidence for an offset exceeds that for offset 0; a stretch begins where the sum
+began to rise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mtrain.audit.features import LINE, NUM_ENDINGS, Ints, PairWindow, Records
 
 MAX_OFFSET = 5
-MIN_PAIRS = 200  # of a corpus; fewer are too few to learn from
+MIN_PAIRS = 200  # of a corpus; fewer are too few to estimate the ratios
 _THRESHOLD = 25.0  # nats of evidence that make a finding
 _MAX_NATS = 3.0  # limit of the log-likelihood ratio of one agreement
 
@@ -41,7 +41,7 @@ class Shift(NamedTuple):
 
 
 def find(read: Read) -> list[Shift]:
-    """Find the stretches of a corpus.
+    """Find the misaligned stretches of a corpus, sorted by position.
 
     Its windows must follow each other without a gap, and all but the last must have at least
     `MAX_OFFSET` pairs.
@@ -70,7 +70,7 @@ def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
 
 
 def _cells(src: Records, tgt: Records) -> list[Ints]:
-    """Return for each table of agreements the cell of each pair of lines."""
+    """Return the cell of each pair of lines in each table of agreements."""
     ratio = np.log((tgt["chars"] + 5.0) / (src["chars"] + 5.0))
     size = np.minimum(np.log2(src["chars"] + 1.0).astype(np.int64), 9)
     return [
@@ -119,7 +119,7 @@ def _scores(model: list[Floats], window: PairWindow, offset: int) -> Floats:
 
 
 class _CusumTest:
-    """Finds the stretches over which a sum of evidence rises by `_THRESHOLD`."""
+    """Finds the stretches over which a sum of evidence rises by `_THRESHOLD` or more."""
 
     def __init__(self, offset: int) -> None:
         self._offset = offset

@@ -84,7 +84,7 @@ class AuditReport:
 
 
 def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
-    """Yield lines of at most 80 columns, but for the last, which names the folder of the lists."""
+    """Yield lines of at most `_WIDTH` columns, except the last: the folder of the lists."""
     yield from _summary(report)
     yield ""
     for number, corpus in enumerate(report.corpora):
@@ -132,7 +132,7 @@ def as_json(report: AuditReport) -> Iterator[str]:
 
 
 def _summary(report: AuditReport) -> list[str]:
-    """Return the errors and warnings in at most six rows, the most serious first."""
+    """Return the errors and warnings in at most `_SUMMARY_ROWS` rows, the most serious first."""
     serious = [finding for finding in report.findings if finding.severity > Severity.NOTE]
     if not serious:
         return ["no errors and no warnings"]

@@ -1,7 +1,7 @@
 """The rules of the audit, each with its threshold, its advice and the features that it reads.
 
-A rule judges many pairs at a time, by their records alone. The severity of a finding follows from
-its share of the pairs: up to `usual_share`, which clean corpora have, it is a note.
+A rule judges many pairs at a time, by their records alone. A finding is a note if its share of the
+pairs is at most `usual_share`, as in clean corpora.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Rule:
     features: Feature = Feature.NONE  # that `judge` reads besides lengths and blank lines
     usual_share: float | None = 0.0  # of pairs, up to which it is a note; None: always a note
     severity: Severity = Severity.WARNING  # beyond that share
-    refers: Callable[[Repeats], Numbers] | None = None  # returns the earlier pair of each pair
+    refers: Callable[[Repeats], Numbers] | None = None  # returns the repeated pair of each pair
     held_out_advice: str | None = None  # for validation and test text
     training: str = "keeps them"  # what training does with them unless `data.clean` drops them
 

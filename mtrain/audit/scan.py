@@ -53,7 +53,7 @@ class Coverage:
     pieces_per_word: float  # words are runs of letters or of digits
     byte_share: float  # of all pieces
     unknown_share: float
-    unseen_share: float  # pieces that the training text never has
+    unseen_share: float  # of pieces that do not occur in the training text
 
 
 class PieceCounts:
@@ -77,7 +77,7 @@ class PieceCounts:
         add_flag(side.lines, LineFlag.UNKNOWN_PIECE, has_unknown)
 
     def coverage(self, train: PieceCounts) -> Coverage:
-        """Return the coverage; unseen are pieces without a count in `train`."""
+        """Return the coverage; pieces without a count in `train` are unseen."""
         total = max(int(self.counts.sum()), 1)
         num_bytes = int(self.counts[self._vocabulary.byte_pieces].sum())
         return Coverage(
@@ -149,7 +149,7 @@ def scan_corpora(
 
     Raises:
         DataError: as a strict `Reader`.
-        WriteError: if the disk does not take the records.
+        WriteError: if the records cannot be written.
     """
     features = Feature.ALL
     if is_strict:
@@ -220,11 +220,11 @@ class PairFilter:
             self._records.find_repeats()
 
     def reasons(self, first: int, count: int) -> Reasons:
-        """Judge `count` pairs from number `first` on by their text alone."""
+        """Return why `count` pairs from `first` on are dropped; `max-tokens` is not applied."""
         return rules.drop_reasons(self._rules, self._records.pairs(first, count), self._profile)
 
     def reasons_of_encoded(self, first: int, src_tokens: Ints, tgt_tokens: Ints) -> Reasons:
-        """Judge pairs from number `first` on, given their numbers of tokens, eos included."""
+        """Return why pairs from `first` on are dropped, given their token counts with eos."""
         pairs = self._records.pairs(first, len(src_tokens))
         pairs.src["tokens"], pairs.tgt["tokens"] = src_tokens, tgt_tokens
         return rules.drop_reasons(self._rules, pairs, self._profile)

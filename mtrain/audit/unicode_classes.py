@@ -1,4 +1,4 @@
-"""The class of each character: its script, or its effect on a line. Knows no files."""
+"""The class of each character: its script, or its effect on a line."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ IS_UNSPACED = np.array([False] * (Kind.LETTER + 1) + [name in _UNSPACED for name
 _BREAKS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _SPACES = "".join(chr(code) for code in range(0x3001) if unicodedata.category(chr(code))[0] == "Z")
 BLANKS = "\t" + _BREAKS + _SPACES  # all characters of `Kind` SPACE, TAB and BREAK
-# The format characters that join or part letters in Persian, Indic scripts and emoji.
+# Format characters that join or separate letters in Persian, Indic scripts and emoji.
 _JOINERS = "\u200c\u200d"
 _UNKNOWN = 255
 
 
-_KINDS = np.full(0x110000, _UNKNOWN, np.uint8)  # of each code point, once it occurs
-_FOLDED = np.arange(0x110000, dtype=np.uint32)  # its case-folded form, once it occurs
+_KINDS = np.full(0x110000, _UNKNOWN, np.uint8)  # of each code point; filled by `kinds`
+_FOLDED = np.arange(0x110000, dtype=np.uint32)  # its case-folded form; likewise
 
 
 def kinds(codes: Codes) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
 """Synthetic training text from trained models: back-translation, distillation, diversification.
 
-Knows text, models and decoding; must not know the command line.
+Imports text, models and decoding, but not the command line.
 """

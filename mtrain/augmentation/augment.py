@@ -43,14 +43,14 @@ from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
 
 PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
-_DIGITS = 4  # of a log-probability, as it is written
+_DIGITS = 4  # decimal places of the log-probabilities that are written
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
 Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AugmentRequest:
-    """What to translate, by which models.
+    """The texts, models and options of an augmentation.
 
     Attributes:
         mode: `back` translates targets into sources, `forward` sources into targets, `again` in the
@@ -79,13 +79,13 @@ class AugmentRequest:
 
     @cached_property
     def judge(self) -> RunDir | None:
-        """A model of the other direction, by whose score pairs are kept."""
+        """The run of the reverse direction whose scores decide which pairs are kept."""
         agree_with = self.options.agree_with
         return None if agree_with is None else RunDir(Path(agree_with))
 
     @property
     def groups(self) -> list[list[RunDir]]:
-        """The runs that translate together; the decoding options of the first are taken."""
+        """The runs of each ensemble; the decoding options of its first run apply."""
         return [[run] for run in self.runs] if self.mode == "again" else [[*self.runs]]
 
 
@@ -98,7 +98,7 @@ class _Engine(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """The text: a function that reads all rows, and whose sides repeat earlier ones."""
+    """A function that reads all rows, and flags of the sides that repeat those of earlier rows."""
 
     read: Callable[[], Iterator[Pair]]
     is_src_repeated: Flags
@@ -113,7 +113,7 @@ class _Translated(NamedTuple):
     """A part of the text, and its translations by one model or ensemble."""
 
     rows: list[Pair]
-    lines: list[str]  # the side that is translated; "" if a line is not
+    lines: list[str]  # the side that is translated; "" for skipped lines
     candidates: list[Candidate]
     lost: list[tuple[int, str]]  # (row, reason) of each line that is not translated
 
@@ -127,18 +127,17 @@ class _Part(NamedTuple):
 
 
 def augment(request: AugmentRequest, config: Config, console: Console, warn: Warn) -> Tree:
-    """Write a corpus folder, unless it is there; return its record. All ranks call it together.
-
-    An interrupted process is continued.
+    """Write or resume a corpus folder, unless it is done; return its record. All ranks call it.
 
     Args:
-        request: what to do.
+        request: the texts, models and options.
         config: of the training that the pairs are for.
         console: shows progress, on rank 0.
         warn: called with problems of the text, on rank 0.
 
     Raises:
-        RunError: if a model has another direction, or the folder was made otherwise.
+        RunError: if a run has another direction, the folder was written with other settings or by
+            another program, or another process is writing it.
         DataError: if a text cannot be read, or no pair is left.
     """
     process_group, output = request.loading.process_group, request.output
@@ -224,7 +223,7 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     """Return for each model whether it translates from targets to sources.
 
     Raises:
-        RunError: for one that does not translate as it must.
+        RunError: if the direction of a run does not fit the mode.
     """
     forward, back = (data.src_lang, data.tgt_lang), (data.tgt_lang, data.src_lang)
     allowed = {"forward": [forward], "back": [back], "again": [forward, back]}[request.mode]
@@ -282,7 +281,7 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
 
 
 def _begin(work_dir: Path, settings: Tree, output: Path) -> int:
-    """Write the settings, or compare them with the saved ones; return the number of parts."""
+    """Write the settings, or compare them with the saved ones; return the number of done parts."""
     path = work_dir / "settings.json"
     sweep(path)
     sweep(work_dir / "part-*")
@@ -302,7 +301,7 @@ def _part_path(work_dir: Path, number: int, suffix: str) -> Path:
 
 
 def _read_text(request: AugmentRequest, real: list[Corpus], directory: Path, warn: Warn) -> _Text:
-    """Read the whole text once.
+    """Read the whole text once to find repeated lines; return it.
 
     Raises:
         DataError: if it cannot be read, or has no line.
@@ -331,9 +330,9 @@ def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
 
 
 def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:
-    """Yield the parts of the text, from row `first` on, as an engine translates them."""
+    """Yield the parts of the text, from row `first` on, with their translations."""
     parts = _parts(engine, text, first)
-    started = deque[_Translated]()  # few parts; `itertools.tee` would hold up to 57
+    started = deque[_Translated]()  # parts in translation; `itertools.tee` would buffer up to 57
 
     def blocks() -> Iterator[list[str]]:  # read by the first rank only
         for part in parts:
@@ -355,7 +354,7 @@ def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translate
 
 
 def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
-    """Yield parts with the lines that an engine translates, and why others are skipped."""
+    """Yield parts with the lines to translate, and the reason of each skipped line."""
     repeated = text.is_tgt_repeated if engine.is_back else text.is_src_repeated
     rows = islice(text.read(), first, None)
     while block := list(islice(rows, PART_LINES)):
@@ -440,7 +439,7 @@ def _entry(row: Pair, pair: Candidate, request: AugmentRequest, agreement: float
 
 
 def _write_entries(path: Path, entries: Iterable[Tree]) -> None:
-    """Write JSON lines, compressed, the same bytes for the same entries."""
+    """Write gzip-compressed JSON lines; the same entries result in the same bytes."""
     encode = json.JSONEncoder(ensure_ascii=False).encode
     with open_gzip_writer(path) as stream:
         stream.writelines(encode(entry) + "\n" for entry in entries)
@@ -512,7 +511,7 @@ def _limit(
 
 
 def _keep(pairs_path: Path, key: str, limit: float, kept_path: Path, dropped_path: Path) -> int:
-    """Write the pairs of a part whose `key` is >= `limit`; list the others, return their number."""
+    """Write the pairs of a part with `key` >= `limit`; list the others, return their number."""
     with dropped.open_writer(dropped_path) as writer:
 
         def kept() -> Iterator[Tree]:

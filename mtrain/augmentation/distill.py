@@ -1,4 +1,4 @@
-"""A student that learns from a teacher's translations: its config, and how the two compare."""
+"""Sequence-level distillation (Kim and Rush 2016): a student's config, and its evaluation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def student_model(student: Student, teacher: ModelConfig) -> ModelConfig:
 def student_config(
     config: Config, teacher: RunDir, student: Student, corpus: Path, run_dir: str
 ) -> Config:
-    """Return the config of a student, which learns from the real pairs and the teacher's.
+    """Return the config of a student, trained on the real pairs and the teacher's.
 
     Raises:
         ConfigError: if there is no test set to compare the two on.
@@ -54,7 +54,7 @@ def student_config(
         raise ConfigError("`data.tests` must name a test set to compare on, but is empty.")
     tree = with_corpus(config, corpus, AugmentOptions()).model_dump(exclude_unset=True)
     tree["model"] = student_model(student, teacher.config.model).model_dump()
-    for key in ("init_from", "replay"):  # the student begins with a model of its own
+    for key in ("init_from", "replay"):  # the student is trained from scratch
         tree.get("training", {}).pop(key, None)
     return config_file.from_tree(tree, "the student", run_dir=run_dir)
 
@@ -84,7 +84,7 @@ class DistillReport:
         systems: teacher and student, each with a beam and greedy.
         tests: by the name of the test set: a result of each system, in their order, and each
             other system compared with the first, the teacher with a beam.
-        tgt_lang: the target language, which decides how BLEU cuts words.
+        tgt_lang: the target language, which determines the tokenizer of BLEU.
     """
 
     run: Path

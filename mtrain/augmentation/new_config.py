@@ -20,11 +20,11 @@ from mtrain.tokenizer import sentencepiece
 
 @dataclass(frozen=True)
 class AugmentReport:
-    """What `mtrain.augment` has made.
+    """The result of `mtrain.augment`.
 
     Attributes:
         directory: the corpus folder.
-        num_lines: lines of the text, or pairs.
+        num_lines: lines of the monolingual text, and pairs of the training text, that were read.
         num_pairs: pairs in the corpus.
         dropped: number of dropped pairs by reason.
         config: that of the training, with the corpus in it.
@@ -41,13 +41,13 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
     """Return a config with a corpus folder added, and a run folder of its own.
 
     Args:
-        config: of the training without it.
+        config: the config of the training without the corpus.
         output: the corpus folder.
-        options: its `weight`, `tag` and `until`.
+        options: only `weight`, `tag` and `until` are used.
 
     Raises:
-        ConfigError: if a value is not valid, or the model that the training begins with lacks the
-            tag.
+        ConfigError: if a value is not valid, or the tokenizer of `init_from` lacks the tag.
+        DataError: if a corpus cannot be read to count its pairs.
     """
     weight = options.weight
     tree = config.model_dump(exclude_unset=True)
@@ -75,10 +75,10 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
 
 
 def check_free(config: Config, path: Path) -> None:
-    """Refuse a path where another config is.
+    """Check that a path has no other config.
 
     Raises:
-        ConfigError: if there is one.
+        ConfigError: if it has one.
     """
     if path.exists() and (not path.is_file() or config_file.load(path) != config):
         raise ConfigError(f"{path}: already exists; choose another --write-config, or delete it.")

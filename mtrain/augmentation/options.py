@@ -31,8 +31,8 @@ class AugmentOptions:
         keep_best: the share of pairs to keep, best scores first; None keeps all.
         agree_with: a run of the reverse direction; `keep_best` then ranks pairs by the mean
             log-probability per token that it gives to the real side.
-        weight: the weight of the corpus relative to all others together; None gives each pair the
-            same weight if the others have none.
+        weight: the weight of the corpus relative to all others together; None is 1 if the others
+            have weights, else the corpora are sampled by their sizes.
         tag: the name of a reserved token that begins each source.
         until: the share of the training budget after which the corpus is no longer used.
     """
@@ -79,7 +79,7 @@ class AugmentOptions:
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """What differs from the decoding options of a run."""
+        """The fields of `DecodingOptions` that replace those of a run."""
         keys = ("beam", "length_alpha", "batch_tokens", "seed")
         overrides = {key: value for key in keys if (value := getattr(self, key)) is not None}
         return overrides | {"num_best": self.n_best, "sampling": self.sampling}

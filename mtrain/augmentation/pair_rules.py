@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
     src: str
     tgt: str
-    row: int  # of the part
+    row: int  # its index in the part of the text
     flags: tuple[str, ...] = ()  # of the translation
     log_prob: float = 0.0
     score: float = 0.0
@@ -40,7 +40,7 @@ class PairRules:
     Args:
         data: names the held-out corpora.
         real: the real training text.
-        directory: of temporary files.
+        directory: the folder of temporary files.
 
     Raises:
         DataError: if a corpus cannot be read.
@@ -55,7 +55,7 @@ class PairRules:
         for scan in (*held_out, train):
             scan.records.path.unlink()
         features = reduce(or_, (rule.features for rule in self._rules), Feature.NONE)
-        self._features = features & ~Feature.WORDS  # they are read with a `SideClassifier` only
+        self._features = features & ~Feature.WORDS  # only a `SideClassifier` uses them
 
     def reasons(self, candidates: Sequence[Candidate], known: Sequence[tuple[str, str]]) -> Reasons:
         """Return why each candidate is dropped; None for those that are kept.

@@ -16,7 +16,7 @@ from mtrain.io.atomic import append
 from mtrain.io.lines import read_forgiving
 
 _BLOCK_LINES = 4096
-_PASS_LINES = 1_000_000  # whose keys are sorted together
+_PASS_LINES = 1_000_000  # keys that are sorted at a time, on average
 
 
 def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[Pair]:
@@ -47,7 +47,7 @@ def find_repeats(rows: Iterable[Pair], directory: Path) -> tuple[Flags, Flags]:
 
     Args:
         rows: the text, which is read once.
-        directory: an empty one, of the temporary files.
+        directory: an empty folder for temporary files.
     """
     paths = [directory / name for name in ("src.keys", "tgt.keys")]
     for path in paths:

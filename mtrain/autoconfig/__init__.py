@@ -1,4 +1,4 @@
 """Write a config that fits a corpus, a machine and a time budget.
 
-Knows nothing of the command line; models that it trains to measure speed are discarded.
+Independent of the command line. Models that it trains to measure speed are discarded.
 """

@@ -1,4 +1,4 @@
-"""Measure how fast a model trains and translates on this machine, untrained."""
+"""Measure how fast an untrained model trains and translates on this machine."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.training.gradients import Gradients
 from mtrain.training.training_state import TrainingState
 
-_WINDOW_S = 0.6  # the median speed of several counts
+_WINDOW_S = 0.6  # of one measurement; the median of several is returned
 _MIN_WINDOWS, _MAX_WINDOWS = 5, 15
-USUAL_SPREAD = 1.5  # beyond, more windows are measured
+USUAL_SPREAD = 1.5  # highest over lowest speed, above which more windows are measured
 _WARMUP_BATCHES = 3  # not measured
 _MAX_TOKENS = 256  # of a side of a pair, as `data.max_tokens`
 _NUM_TRANSLATED = 200  # sentences, or up to twice as many
 
 
 class Sample(NamedTuple):
-    """Encoded pairs that are not too long, and their share of all."""
+    """Encoded pairs that are not too long, and their share of all pairs."""
 
-    src: list[list[int]]
-    tgt: list[list[int]]
+    src: list[list[int]]  # with eos
+    tgt: list[list[int]]  # without bos and eos
     tokenizer: Tokenizer
     share: float
 
@@ -82,7 +82,7 @@ def encode(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Sample:
 
 
 def load_average() -> float:
-    """Return how many processes ran in the last minute for each processor; 0 if unknown."""
+    """Return the load average of the last minute per processor; 0 if unknown."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except (AttributeError, OSError):
@@ -90,7 +90,7 @@ def load_average() -> float:
 
 
 def startup_s() -> float:
-    """Return the time that a process takes to start and to import what training needs."""
+    """Return the seconds that a process takes to start and to import what training needs."""
     started = time.monotonic()
     program = f"import sys; sys.path[:] = {sys.path!r}; import mtrain.training.trainer"
     subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
@@ -104,7 +104,7 @@ def measure(
     device_name: str,
     consistency: ConsistencyConfig | None = None,
 ) -> MeasuredPreset:
-    """Train a model for some seconds, in the precision of a training.
+    """Train a model for some seconds, with precision `auto`; return its speed.
 
     Raises:
         ConfigError: if there is no such device.
@@ -155,7 +155,7 @@ def seconds_per_sentence(
 ) -> float:
     """Return the mean time of a translation that is as long as its source.
 
-    An untrained model ends no sentence: all translations have the longest allowed length.
+    An untrained model generates no eos: all translations have the longest allowed length.
     """
     device = pick_device(device_name)
     model = build_model(preset.model, sample.tokenizer).to(device)

@@ -1,4 +1,4 @@
-"""Choose model, vocabulary and schedule for a corpus and a budget. Knows no files and no tensors.
+"""Choose model, vocabulary and schedule for a corpus and a budget. Uses no files and no tensors.
 
 The settings are published ones, or were measured for corpora of that size; docs/experiments.md has
 their sources and the alternatives.
@@ -24,7 +24,7 @@ _FEW_READS, _MANY_READS = 10, 60  # of a pair; from each on, dropout is higher
 CONSISTENCY = ConsistencyConfig()
 _CONSISTENCY_READS = 200  # of a pair without that loss; from there on, it reaches a better BLEU
 NUM_AVERAGED = 5  # checkpoints
-_AVERAGED_FRACTION = 0.1  # of the training, at whose end the averaged ones are saved
+_AVERAGED_FRACTION = 0.1  # the end of the training, whose checkpoints are averaged
 _MIN_SAVE_EVERY = 10  # updates; a limit in case the measured speed was too low
 _MAX_LOG_EVERY = 50
 _MAX_VALIDATIONS = 10
@@ -93,7 +93,7 @@ def choose(measured: list[MeasuredPreset], budget_s: float) -> MeasuredPreset:
 
 
 def batch_tokens(measured: MeasuredPreset, budget_s: float) -> int:
-    """Return the largest power of two of which the budget has _MIN_UPDATES batches."""
+    """Return the largest power of two that leaves _MIN_UPDATES updates in the budget, clamped."""
     tokens = measured.tokens_per_s * budget_s / (_MIN_UPDATES * measured.preset.accumulate)
     fitting = 1 << int(max(tokens, 1)).bit_length() - 1
     return max(_MIN_BATCH_TOKENS, min(BATCH_TOKENS, fitting))
@@ -146,9 +146,9 @@ def plan_training(
 
     Args:
         chosen: the preset.
-        budget_s: seconds for all.
+        budget_s: seconds of the whole budget, overhead included.
         num_tokens: target tokens of an epoch.
-        overhead: what the budget pays for besides updates.
+        overhead: seconds of the budget that are not spent on updates.
         num_copies: of each different pair, on average.
     """
     training_s = max(budget_s - overhead.fixed_s, _MIN_TRAINED_FRACTION * budget_s)
@@ -184,6 +184,6 @@ def plan_training(
 def gains_by_consistency(plan: TrainingPlan, batch_tokens: int) -> bool:
     """Return whether a consistency loss reaches a better BLEU than a plan without it.
 
-    Smaller batches mean that even the updates without it are few.
+    Not with batches below BATCH_TOKENS: the budget has too few updates, and the loss halves them.
     """
     return plan.num_reads >= _CONSISTENCY_READS and batch_tokens >= BATCH_TOKENS

@@ -1,4 +1,4 @@
-"""Read a new corpus, and draw held-out pairs from it. Knows neither models nor ids.
+"""Read a new corpus, and draw held-out pairs from it. Independent of models and token ids.
 
 Sentences are the same if they differ in case, punctuation or spacing alone.
 """
@@ -34,7 +34,7 @@ _MIN_CHARS, _MAX_CHARS = 6, 500  # of a held-out line
 _MAX_RATIO = 3.0  # of the characters of the two sides
 MIN_HELD_OUT = 10  # pairs of a set
 _HELD_OUT_FRACTION = 0.05  # of the distinct pairs
-_MAX_EXCLUDED = 0.25  # of the pairs, which training loses to held-out sets
+_MAX_EXCLUDED = 0.25  # limit of the share of pairs that training loses to held-out sets
 _MAX_EXCLUDED_BY_SMALLEST = 0.5  # the same, for sets of MIN_HELD_OUT pairs
 
 
@@ -69,7 +69,7 @@ class HeldOut(NamedTuple):
 
 
 def read_set(corpus: Corpus, name: str) -> tuple[Leaks, int]:
-    """Read a validation or test set; return its sentences, to be looked up, and its size.
+    """Read a validation or test set; return its hashes, to look up pairs, and its size.
 
     Raises:
         DataError: as a strict `Reader`, and if there is no pair.

@@ -44,7 +44,7 @@ _HELD_OUT_PER_S = 2  # of the budget
 _MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _MIN_READS = 3  # of a pair; below, a warning
-_UNIT_LINES = 1000  # that tell the script of a corpus
+_UNIT_LINES = 1000  # of the sample, by whose script words or letters are counted
 _USUAL_LOAD = 0.5  # of a processor; beyond, a warning
 _CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
 _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
@@ -57,7 +57,7 @@ _KEYS = {"train": "data.train", "valid": "data.valid", "test": "data.tests"}  # 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """What `mtrain init` is asked for."""
+    """The validated options of `mtrain init`."""
 
     data: DataConfig  # held-out sets are named, and do not exist yet
     held_out: dict[str, FilesCorpus]  # the sets among them that are to be drawn, by key
@@ -95,13 +95,13 @@ def parse_request(
     """Check the options of `mtrain init`, without reading a corpus.
 
     Args:
-        languages: of source and target.
-        files: two files each for `train`, `valid` and `test`, where they are given.
+        languages: the codes of source and target.
+        files: the source and target file of `train`, `valid` and `test`, as far as given.
         overrides: `data.train=...`, `data.valid=...` and `data.tests=...`, as after `--set`.
         budget: as `parse_budget` reads it.
         device: of the measurements and of the training.
-        config_path: to write; named by the languages if None.
-        run_dir: of the config; likewise.
+        config_path: to write; SRC-TGT.yaml if None, with the language codes.
+        run_dir: of the config; runs/SRC-TGT if None.
 
     Raises:
         ConfigError: if one is invalid, or a file to be written or the run exists.
@@ -152,7 +152,7 @@ def parse_request(
 
 def _held_out_files(config_path: Path, name: str, languages: tuple[str, str]) -> FilesCorpus:
     stem, (src, tgt) = config_path.with_suffix(""), languages
-    if src.lower() == tgt.lower():  # one name on a file system without case
+    if src.lower() == tgt.lower():  # the same name on a case-insensitive file system
         src, tgt = f"src.{src}", f"tgt.{tgt}"
     return FilesCorpus(src=[f"{stem}.{name}.{src}"], tgt=[f"{stem}.{name}.{tgt}"])
 
@@ -184,7 +184,7 @@ def init(
     Args:
         request: the options.
         console: prints measurements and choices.
-        advance: called with numbers of bytes read from the corpus.
+        advance: called with the number of bytes read since the last call.
         set_status: called with the name of each later stage.
 
     Raises:
@@ -264,7 +264,7 @@ def _warn_of_other_programs(load: float, spread: float, console: Console) -> Non
 
 
 def _with_headers(data: DataConfig, console: Console) -> DataConfig:
-    """Leave out the first lines of TSV files where each of a corpus looks like a header; say so."""
+    """Set `header: true` for TSV corpora whose files all begin with a likely header; say so."""
 
     def with_header(corpus: Corpus) -> Corpus:
         if not isinstance(corpus, TsvCorpus) or corpus.header is not None:

@@ -28,7 +28,7 @@ def open_closed_streams() -> None:
     """Connect a standard stream that the shell has closed (`>&-`) to /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
+            nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - stays open
             setattr(sys, name, nowhere)
 
 
@@ -106,13 +106,13 @@ def reading(total: int | None) -> tqdm[NoReturn]:
 
 
 def with_progress(lines: Iterable[T], output: Path | None) -> Iterable[T]:
-    """Show sentences a second on a terminal, when the lines themselves go elsewhere."""
+    """Show sentences per second on stderr, unless the lines are printed to the same terminal."""
     is_seen = is_live() and not (output is None and sys.stdout.isatty())
     return tqdm(lines, unit=" sentences", smoothing=0.1, disable=not is_seen)
 
 
 def is_at_terminal() -> bool:
-    """Tell whether stdin and stderr are a terminal."""
+    """Return whether stdin and stderr are a terminal."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
@@ -139,7 +139,7 @@ def read_typed(language: str) -> Iterator[list[str]]:
     try:
         while True:
             yield [_input(_prompt(language))]
-            yield []  # so that the line is answered before the next prompt
+            yield []  # a flush: the line is translated before the next prompt
     except EOFError:
         print(file=sys.stderr)
     except KeyboardInterrupt:

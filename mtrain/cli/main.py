@@ -88,7 +88,7 @@ def _run() -> NoReturn:
 
 
 def _is_named(path: object, arguments: Iterable[str]) -> bool:
-    """Tell whether a path is one that the arguments name, or stands in a folder that they name."""
+    """Return whether the arguments name a path, or a folder that contains it."""
     if not isinstance(path, str | os.PathLike):
         return False
     real_path = Path(os.path.realpath(path))
@@ -96,7 +96,7 @@ def _is_named(path: object, arguments: Iterable[str]) -> bool:
 
 
 def _named(arguments: Iterable[str]) -> Iterator[str]:
-    """Yield all paths that the arguments may name, those in the configs that they name too."""
+    """Yield all strings of the arguments, and of the configs that they name, that may be paths."""
     yield _DEFAULT_DIR
     for text in (argument.rpartition("=")[2] for argument in arguments):
         if text and "\0" not in text:
@@ -108,7 +108,7 @@ def _named(arguments: Iterable[str]) -> Iterator[str]:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Yield all texts in a config; those that are no paths match no path of an error."""
+    """Yield all strings in a config, whether they are paths or not."""
     if isinstance(tree, str) and tree:
         yield tree
     elif isinstance(tree, dict | list):
@@ -162,7 +162,7 @@ def _options(
         raise typer.Exit(2)
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
-    if launch is None and verb not in _GOING_ON:  # a rank may block where no handler runs
+    if launch is None and verb not in _GOING_ON:  # a rank may block in C, where no handler runs
         unwind_when_stopped()
 
 

@@ -21,7 +21,7 @@ from mtrain.io.text_width import fitted
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
 from mtrain.runtime.signals import Stopped
 
-_HEAD_START_S = 3.0  # of rank 0, which reports a mistake in the command line
+_HEAD_START_S = 3.0  # in which rank 0 reports a mistake before the other ranks exit
 
 
 def _rank_prefix() -> str:
@@ -34,7 +34,7 @@ def _rank_prefix() -> str:
 
 
 def report_error(error: UserError) -> None:
-    """Print an error on stderr, and hand it to torchrun, which repeats it at its end."""
+    """Print an error on stderr, and write it to the error file that torchrun prints at its end."""
     message = f"mtrain: {_rank_prefix()}{error}"
     print(fitted(message, sys.stderr), file=sys.stderr)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -84,7 +84,7 @@ def silence_other_ranks() -> Iterator[None]:
 
 
 class _NullStream(io.TextIOWrapper):
-    """A stand-in for another stream; it takes text, and shows none of it."""
+    """A replacement for another stream; the text written to it is not shown."""
 
     def __init__(self, instead_of: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="replace")

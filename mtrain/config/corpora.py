@@ -51,7 +51,7 @@ KEYS_OF_A_MIXTURE = ("weight", "tag", "until")  # keys of a corpus that are vali
 
 
 class _CorpusSection(Section):
-    """Parallel text, and how a mixture uses it.
+    """Parallel text, and its use in a mixture.
 
     Its share of an epoch is its `weight` over the sum of weights. Its sources begin with the
     reserved token of `tag`. It is used until the share `until` of the budget is spent.
@@ -231,7 +231,7 @@ def corpora_of(text: TrainText) -> list[NamedCorpus]:
 
 
 def has_both_directions(text: TrainText) -> bool:
-    """Return whether a mixture has, to its end, a corpus and the same with its sides exchanged.
+    """Return whether a mixture has a corpus in both directions, neither of them with `until`.
 
     Corpora with a tag do not count: their sources begin with a token that a translation lacks.
     """
@@ -244,7 +244,7 @@ def has_both_directions(text: TrainText) -> bool:
 
 
 def _exchanged(corpus: Corpus) -> Corpus | None:
-    """Return the corpus with its sides exchanged; None if it is synthetic: those are fixed."""
+    """Return the corpus with its sides exchanged; None if it is synthetic: its fields are fixed."""
     if isinstance(corpus, SyntheticCorpus):
         return None
     if isinstance(corpus, TsvCorpus):

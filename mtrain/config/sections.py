@@ -179,7 +179,7 @@ class ModelConfig(Section):
 
 
 class ConsistencyConfig(Section):
-    """SimCut: `weight` times the divergence from a pass without `cutoff` of the embeddings."""
+    """SimCut (Gao et al. 2022): weight of its KL divergence, share of token embeddings zeroed."""
 
     weight: float = Field(default=3.0, gt=0)
     cutoff: float = Field(default=0.05, ge=0, lt=1)
@@ -189,7 +189,7 @@ OptimizerName = Literal["adam", "muon"]
 
 
 class TrainingConfig(Section):
-    """The optimizer, its budget, and what is kept on the way."""
+    """The budget, batches, loss and optimizer, and when to log, validate and save checkpoints."""
 
     max_steps: Whole | None = Field(default=8000, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
@@ -248,7 +248,7 @@ class TrainingConfig(Section):
 
 
 class DecodingConfig(Section):
-    """How translations are searched for."""
+    """Defaults of the search for translations."""
 
     beam: int = Field(default=5, ge=1, le=MAX_BEAM)
     length_alpha: float = Field(default=0.6, ge=0, le=10)
@@ -267,7 +267,7 @@ class DecodingConfig(Section):
 
 
 class Config(Section):
-    """Everything that decides what a run is."""
+    """All settings of a run."""
 
     run_dir: FilePath = Field(min_length=1)
     seed: int = Field(default=1, ge=0, lt=2**63)

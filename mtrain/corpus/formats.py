@@ -286,7 +286,7 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
             corpus.config,
             split=corpus.split,
             revision=None if is_local else _resolve(corpus.hub, corpus.revision),
-            streaming=corpus.streaming or is_local,  # else from a stale cache
+            streaming=corpus.streaming or is_local,  # streaming ignores a stale cache
         )
         if table.column_names is not None:
             fields.check_columns(name, table.column_names)

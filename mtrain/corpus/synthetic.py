@@ -1,4 +1,4 @@
-"""A corpus folder of `mtrain augment`: shards of JSON lines, and a record of their making."""
+"""A corpus folder of `mtrain augment`: JSON-lines shards, and a record of settings and counts."""
 
 from __future__ import annotations
 

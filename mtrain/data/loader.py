@@ -79,7 +79,7 @@ class TrainingData:
         self.enter(0)
 
     def enter(self, phase: int) -> None:
-        """Use the corpora of a phase of the training: those that no earlier phase has ended.
+        """Use the corpora of a phase of the training: those whose `until` is not yet reached.
 
         Phase n ends when the share `ends[n]` of the budget is spent; the last one has no end.
         """

@@ -292,7 +292,7 @@ def check_tags(data: DataConfig, tokenizer: Tokenizer, path: Path) -> None:
     """Check that a tokenizer has the tags of all training corpora.
 
     Raises:
-        ConfigError: if it lacks one, which it cannot learn any more.
+        ConfigError: if it lacks one.
     """
     for named in corpora_of(data.train):
         if named.corpus.tag is not None and named.corpus.tag not in tokenizer.src.tags:
@@ -425,7 +425,7 @@ def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
 
 
 def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
-    """Say how many pairs and sources of some test sets are among the training pairs."""
+    """Print how many pairs and sources of some test sets are among the training pairs."""
     tokenizer = sentencepiece.load(run.tokenizer_dir)
     pairs_of = {}
     for name in names:

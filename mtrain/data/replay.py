@@ -1,4 +1,4 @@
-"""Mix encoded pairs of the run that a fine-tuning begins with into those of the new run."""
+"""Add encoded training pairs of `training.init_from` to those of a fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-PREFIX = "training.replay: "  # of the names of the other run's corpora
+PREFIX = "training.replay: "  # of the names of the replayed corpora
 
 
 def check(config: Config) -> None:

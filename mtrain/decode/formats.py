@@ -1,4 +1,4 @@
-"""Translated lines: their flags, word alignments, and output formats. Knows no model."""
+"""Translated lines: their flags, word alignments, and output formats; independent of models."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def align_words(weights_TS: Tensor, src_words: Sequence[range], tgt: Sequence[st
 
 
 def word_starts(text: str) -> list[bool]:
-    """Tell for each character whether it begins a word.
+    """Return for each character whether it begins a word.
 
     Spaces separate words. In a script without spaces each letter, with its marks, is a word.
     """
@@ -125,7 +125,7 @@ class Translation:
         log_prob: the natural logarithm of the probability of the whole translation.
         score: `log_prob` divided by the length penalty.
         alignment: pairs of source and target word, numbered from 0; None unless `with_alignment`.
-        flags: names of what looks wrong, such as loop or empty, sorted.
+        flags: names of likely problems, such as loop or empty, sorted.
         alternatives: other translations of the line, best first, if `num_best` is above 1.
     """
 
@@ -156,7 +156,7 @@ class TranslatedLine:
 
 
 def join(parts: Sequence[Translation]) -> Translation:
-    """Join the translations of the parts of a line; their scores are averaged by length.
+    """Join the translations of the parts of a line; scores are averaged, weighted by length.
 
     Source words are numbered in the line already, target words in each part. A space separates the
     parts, but not after Chinese or Japanese text.
@@ -185,7 +185,7 @@ def join(parts: Sequence[Translation]) -> Translation:
 
 
 def write(line: TranslatedLine, format: Format, num_best: int) -> Iterator[str]:
-    """Write a line as `format` says.
+    """Yield the lines of output for a line of input.
 
     text: `num_best` lines, each a translation. tsv: as many, each the line's number, rank, score,
     log-probability, flags and translation. jsonl: one object.
@@ -220,7 +220,7 @@ def _as_tree(line: TranslatedLine, num_best: int) -> dict[str, Any]:
 
 
 def as_pharaoh(links: Sequence[Link] | None) -> str:
-    """Write an alignment as `source-target` pairs of words, counted from 0."""
+    """Format an alignment as `source-target` pairs of words, counted from 0."""
     return " ".join(f"{link.src}-{link.tgt}" for link in links or [])
 
 
@@ -236,7 +236,7 @@ def find_flags(
     tgt_pieces: Sequence[str],
     profile: CorpusStats | None,
 ) -> list[str]:
-    """Name what looks wrong about a translation.
+    """Return the likely problems of a translation: loop, empty, copy or length.
 
     Args:
         src, tgt: the text of both sides.
@@ -255,7 +255,7 @@ def find_flags(
 
 
 def is_loop(src: Sequence[object], tgt: Sequence[object]) -> bool:
-    """Return whether a target repeats a phrase many times in a row, and oftener than its source."""
+    """Return whether a target repeats a phrase many times in a row, more often than its source."""
     # a fast test that rules out most: a token of a loop occurs more than `_MAX_REPEATS` times
     if len(tgt) - len(set(tgt)) < _MAX_REPEATS or max(Counter(tgt).values()) <= _MAX_REPEATS:
         return False

@@ -19,7 +19,7 @@ _Ngrams = list[Counter[Hashable]]  # of each order, from 1 on
 
 _CHRF_ORDER, _BLEU_ORDER = 6, 4
 _BETA_SQUARED = 4
-# of the scores, by the BLEU of four models on the validation set of Multi30k
+# of the softmax over scores; chosen by the BLEU of four models on the validation set of Multi30k
 _TEMPERATURES: dict[Measure, float] = {"chrf": 0.1, "bleu": 0.2}
 
 
@@ -35,7 +35,7 @@ def by_agreement(
         return []
     best = max(candidate.score for candidate in candidates)
     temperature = math.inf if are_samples else _TEMPERATURES[measure]
-    weights: dict[str, float] = {}  # of each text; its copies agree wholly
+    weights: dict[str, float] = {}  # of each text, summed over its copies
     ngrams: dict[str, _Ngrams] = {}
     for candidate in candidates:
         weight = math.exp((candidate.score - best) / temperature)

@@ -1,4 +1,4 @@
-"""The options of decoding: one object, made from a config and the user's choices."""
+"""The options of decoding: one object, made from a config and command-line options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {  # the least and the greatest val
     "top_p": (1e-9, 1),
     "rerank_weight": (0, 100),
 }
-RERANK_WEIGHT = 0.3  # by the BLEU of six pairs of models on the validation set of Multi30k
+RERANK_WEIGHT = 0.3  # chosen by the BLEU of six pairs of models on the validation set of Multi30k
 _LENGTHS = ("split", "truncate", "error")
 
 
@@ -54,18 +54,17 @@ class DecodingOptions:
 
     Attributes:
         beam: the beam width: hypotheses of a sentence, open and finished together; 1 is greedy.
-        length_alpha: exponent of the length penalty.
+        length_alpha: exponent of the length penalty, ((5 + tokens) / 6) ^ length_alpha.
         early_stop: end the search of a sentence when no open hypothesis, if it ended now, would
             have a score among the `num_best`. Otherwise the search ends when none can reach such a
             score at any length.
         no_repeat_ngram: write no n-gram of this order twice in a translation; 0 allows all.
         retry_flagged: search again, without repeated 3-grams, for a line whose translation has the
-            flag loop, and let such translations lose to others when `mbr` or `rerank_weight` orders
-            them; not for samples.
-        mbr: minimum Bayes risk: of `beam` hypotheses or samples, put the one first that agrees most
-            with the others, by chrF or by BLEU of subwords.
-        rerank_weight: of a model of the other direction, by which `beam` hypotheses or samples are
-            ranked, too, before `mbr` weights them; None ranks without it.
+            flag loop; `mbr` and `rerank_weight` rank such translations last. Not for samples.
+        mbr: minimum Bayes risk: rank `beam` hypotheses or samples by their mean agreement with the
+            others, measured by chrF or by BLEU of subwords.
+        rerank_weight: add this times the score of a model of the other direction to the scores of
+            `beam` hypotheses or samples (noisy-channel reranking), before `mbr`; None does not.
         max_extra_tokens: a target may have this many tokens more than its source.
         batch_tokens: the limit of a batch: source tokens times `beam`.
         num_best: translations of each line, best first; at most `beam` unless they are sampled.
@@ -75,8 +74,8 @@ class DecodingOptions:
             translates each line whole, in memory and time that grow with the square of its length.
         on_long: `split` translates a long line in as few parts of whole sentences as possible;
             `truncate` drops the tokens beyond the limit; `error` raises DataError.
-        shortlist: `fast` ranks only the tokens that a table of the run finds likely for the source.
-            Greedy search, which is faster without, ranks all.
+        shortlist: `fast` ranks only frequent tokens and those that co-occur with tokens of the
+            source in the training text. Greedy search, which is faster without it, ranks all.
         with_alignment: align source and target words.
         with_scores: compute log-probabilities. Greedy search is faster without.
     """
@@ -146,7 +145,7 @@ class DecodingOptions:
 
     @property
     def argmax_only(self) -> bool:
-        """Whether the search needs the best token of each position alone, without its score."""
+        """Whether the search needs only the best token of each position, without its score."""
         return self.beam == 1 and not self.with_scores
 
 

@@ -1,4 +1,4 @@
-"""Lines to lines, block by block: one line out for every line in, in order, whatever it holds.
+"""Translate lines block by block: exactly one line of output for each line of input, in order.
 
 Validation, `mtrain eval`, `mtrain translate` and `Model.translate` all translate through it.
 """
@@ -56,7 +56,7 @@ _FLAG_TEXTS = {
 
 
 class SearchEngine(Protocol):
-    """The interface that searches targets of encoded sources: of `Translator` and other engines."""
+    """The interface of engines that search targets of encoded sources, such as `Translator`."""
 
     tokenizer: Tokenizer
     options: DecodingOptions
@@ -91,11 +91,11 @@ def search(
     """Return the best targets of each source, and the rows that were searched again.
 
     Args:
-        engine, sources: what to search for.
-        pending: the search, if it was started before.
+        engine, sources: as of `SearchEngine.start_search`.
+        pending: the search of these sources, if it was started before.
 
     With `retry_flagged`, a source whose best target repeats itself is searched again so that no
-    `_RETRY_NGRAM` tokens in a row are written twice. If the new best target repeats itself, too, as
+    n-gram of order `_RETRY_NGRAM` occurs twice. If the new best target repeats itself, too, as
     a prefix can, the source keeps its old targets.
     """
     best_of, options = (pending or engine.start_search(sources)).result(), engine.options
@@ -132,8 +132,8 @@ class LineTranslator:
     """Translates blocks of lines, and flags translations that look wrong.
 
     Args:
-        translator: searches, with its own options.
-        stats: of the training corpus, if they are known.
+        translator: the engine; its options apply.
+        stats: length statistics of the training corpus, if they are known.
         warn: is called with warnings about lines, on the first rank only.
         num_before: the number of lines before the first one that is translated.
 
@@ -169,7 +169,7 @@ class LineTranslator:
         yield the same; only the first one reads the arguments.
 
         Args:
-            blocks: the lines, as they come; possibly without end. An empty block is a flush: all
+            blocks: the lines; possibly without end. An empty block is a flush: all
                 lines before it are yielded before the next block is read.
             prefixes: what the translation of each line must begin with.
 
@@ -237,7 +237,7 @@ class LineTranslator:
                 for block in blocks:
                     process_group.broadcast_bytes(json.dumps(block).encode())
                     yield block
-            except DataError:  # once all ranks have yielded the lines before it
+            except DataError:  # an empty block: all ranks yield the lines before it
                 process_group.broadcast_bytes(json.dumps(([], None)).encode())
                 yield [], None
                 raise
@@ -266,7 +266,7 @@ class LineTranslator:
             yield TranslatedLine(number, src, best or [NOTHING])
 
     def _describe_length(self, src: str, parts: list[LinePart], best: Translation) -> str:
-        """Say whether a translation is short or long, and count the words of both sides."""
+        """Format whether a translation is short or long, and the word counts of both sides."""
         num_tokens = sum(len(part.source.ids) for part in parts)
         is_short = self.stats is not None and len(best.tokens) < self.stats.most_ratio * num_tokens
         num_src, num_tgt = (sum(word_starts(text)) for text in (src, best.text))
@@ -306,7 +306,7 @@ class LineTranslator:
     def _reordered(
         self, parts: list[LinePart], ranked_of: list[list[Translation]]
     ) -> list[list[Translation]]:
-        """Return the translations of each part in the order that the options ask for."""
+        """Return the translations of each part, ranked by `rerank_weight` and `mbr` if set."""
         options, reverse = self.options, self.translator.reverse
         if options.mbr is None and options.rerank_weight is None:
             return ranked_of
@@ -328,7 +328,7 @@ class LineTranslator:
     def _align(
         self, parts: list[LinePart], hypotheses: list[Hypothesis]
     ) -> Sequence[list[Link] | None]:
-        """Link the words of each translation to those of its line, if the options say so."""
+        """Link the words of each translation to those of its line; None if not `with_alignment`."""
         if not self.options.with_alignment:
             return [None] * len(parts)
         targets = [hypothesis.ids for hypothesis in hypotheses]
@@ -342,7 +342,7 @@ class LineTranslator:
     def _flagged(
         self, src: str, parts: Sequence[LinePart], translation: Translation
     ) -> Translation:
-        """Return the translation of a line with the flags of what looks wrong about it."""
+        """Return the translation of a line with the flags of its likely problems."""
         src_ids = [token for part in parts for token in part.source.ids[:-1]]
         flags = find_flags(src, translation.text, src_ids, translation.tokens[:-1], self.stats)
         of_parts = (flag for part in parts for flag in part.flags)
@@ -375,7 +375,7 @@ class LineTranslator:
         return parts_of
 
     def _flag_unknown(self, number: int, src: str) -> list[str]:
-        """Return the flag of a line with characters that the tokenizer did not learn."""
+        """Flag, and warn of, a line with characters that are not in the vocabulary."""
         replaced = "\ufffd"  # for invalid bytes, of which the reader has warned
         unknown = self.translator.tokenizer.src.unknown(src.replace(replaced, ""))
         if not unknown:
@@ -390,7 +390,7 @@ class LineTranslator:
         return ["unknown"]
 
     def _cut(self, number: int, src: str, ids: list[int]) -> list[LinePart]:
-        """Cut a line that is too long, as the options say, or warn that it is not cut."""
+        """Return the parts of a line, cut by `on_long` if it is too long; warn of its length."""
         limit, vocabulary = self.options.max_input_tokens, self.translator.tokenizer.src
         if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))

@@ -36,9 +36,9 @@ def sample_steps(
     Args:
         step: as in `beam`.
         group: the sentences.
-        settings: the temperature, and which tokens are drawn from.
-        uniform_NT: random numbers in [0, 1), the same number of rows for each sentence, a row for
-            each target; and a column for each of its tokens and eos.
+        settings: temperature, top_k and top_p.
+        uniform_NT: random numbers in [0, 1), a row for each target, the same number for each
+            sentence; a column for each token of the longest allowed target and eos.
 
     Raises:
         NotFiniteError: if the logits are not finite.

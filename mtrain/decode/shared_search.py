@@ -1,11 +1,11 @@
-"""One running search for the calls of many threads.
+"""One search, with continuous batching, for the calls of many threads.
 
 Each worker decodes on one core. It admits waiting sources while it decodes others, one group of
 each call in turn, so that a long call does not keep a short one waiting. The targets of a source do
 not depend on what is decoded beside it.
 
 A worker is a thread. If one worker is enough, the thread of the first caller decodes until its call
-has ended, and a new thread goes on with the calls that others have added.
+has ended, and a new thread continues with the calls of other threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mtrain.decode.options import DecodingOptions
 Rows = list[int]  # numbers of the sources of a call
 _Decoding = Generator[None, None, list[list[Hypothesis]]]
 _NUM_THREADS_LOCK = threading.Lock()
-_IDLE_S = 0.02  # a thread waits this long for another call before it ends: starting one takes time
+_IDLE_S = 0.02  # a thread ends after this time without a call; starting one takes time
 _MAX_PASSED = 100  # groups that may overtake a group that does not fit yet
 
 
@@ -44,7 +44,7 @@ def num_threads() -> int:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """When a caller stops waiting.
+    """The deadline and the cancellation of a call.
 
     Attributes:
         deadline_s: a time of `time.monotonic`, in seconds.
@@ -77,7 +77,7 @@ NO_LIMITS = SearchLimits()
 
 
 class PendingSearch(NamedTuple):
-    """A search that was started, and may go on while its caller does something else.
+    """A search that was started, and may continue while its caller does something else.
 
     Attributes:
         result: waits for it; returns the best targets of each source, in the order of the sources.
@@ -89,11 +89,11 @@ class PendingSearch(NamedTuple):
 
 
 class Source(Protocol):
-    """A source to decode: anything with token ids."""
+    """The interface of a source to decode."""
 
     @property
     def ids(self) -> Sequence[int]:
-        """The tokens."""
+        """The token ids, with eos."""
 
 
 class SearchCall(Generic[S]):
@@ -106,7 +106,7 @@ class SearchCall(Generic[S]):
             of other calls with the same options.
         decode: decodes sources apart from other calls: yields after each position, and returns
             their hypotheses. None if the sources join the running search.
-        limits: when the caller stops waiting.
+        limits: the deadline and the cancellation by the caller.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class _RunningSearch(Generic[S]):
             self.num_cells += len(call.sources[row].ids) * call.options.beam
 
     def advance(self) -> None:
-        """Drop cancelled sentences, decode one position, and hand over the sentences that ended."""
+        """Drop cancelled sentences, decode at least one position, and store ended sentences."""
         cancelled = [number for number, (call, _) in self.owners.items() if call.is_cancelled]
         if cancelled:
             self.search.drop(cancelled)
@@ -207,7 +207,7 @@ class _RunningSearch(Generic[S]):
 
 
 class _Worker(Generic[S]):
-    """Decodes while there is something to decode, in a thread or in that of a caller."""
+    """Decodes the calls that are added to it, in a thread of its own or in that of a caller."""
 
     def __init__(self, step: Step[S], steps: Steps[S] | None, number: int) -> None:
         self._step, self._steps, self._name = step, steps, f"search-{number}"
@@ -282,7 +282,7 @@ class _Worker(Generic[S]):
         with _NUM_THREADS_LOCK:
             threading.Thread(target=self._run, args=[is_set], name=self._name).start()
             is_set.wait()
-            # PyTorch gives a thread that it has not seen before the number set last
+            # threads that have not used PyTorch yet take over the number set last
             torch.set_num_threads(torch.get_num_threads())
 
     def _run(self, is_set: threading.Event) -> None:
@@ -399,7 +399,7 @@ class SharedSearch(Generic[S]):
     """Decodes the calls of all threads together.
 
     Args:
-        step, steps: of every search, as of `BeamSearch`.
+        step, steps: as of `BeamSearch`.
     """
 
     def __init__(self, step: Step[S], steps: Steps[S] | None = None) -> None:

@@ -26,7 +26,7 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 if TYPE_CHECKING:
     from mtrain.data.arrow_shards import ShardSet
 
-NUM_LIKELY = 40  # of each source token
+NUM_LIKELY = 40  # targets of each source token, at most
 NUM_FREQUENT = 150  # tokens that are ranked for every source
 _MAX_PAIRS = 200_000  # of the training text that are counted, at even distances
 _BLOCK_PAIRS = 2_000  # that are counted at once
@@ -50,7 +50,7 @@ class Shortlist:
 
     def tokens(self, src_ids: Sequence[int], never: Sequence[int]) -> Ints:
         """Return the target tokens that are ranked for a source, sorted, without `never`."""
-        is_ranked_V = np.append(self.is_always_V, False)  # index -1, the last, is none
+        is_ranked_V = np.append(self.is_always_V, False)  # index -1, the last, is padding
         is_ranked_V[self.likely_SK[src_ids].ravel()] = True
         if self.is_shared:
             is_ranked_V[src_ids] = True
@@ -59,7 +59,7 @@ class Shortlist:
 
 
 def learn(pairs: Iterable[Pair], num_src: int, num_tgt: int, always: Sequence[int]) -> Shortlist:
-    """Count which tokens occur together in pairs, and keep the likely targets of each source token.
+    """Count which tokens co-occur in pairs, and keep the likely targets of each source token.
 
     Targets t of a source token s are ranked by n(s, t) log(n(s, t) P / (n(s) n(t))), where n counts
     pairs, and P is the number of all pairs.
@@ -145,7 +145,7 @@ def _is_sound(likely: NDArray[Any], always: NDArray[Any]) -> bool:
 
 
 def _sampled_pairs(shards: ShardSet) -> Iterator[Pair]:
-    """Yield all pairs of the training text, or `_MAX_PAIRS` of them at even distances."""
+    """Yield all pairs of the training text, or about `_MAX_PAIRS` at even distances."""
     total = sum(shard.num_pairs for shard in shards.manifest.shards)
     step = max(1, -(-total // _MAX_PAIRS))
     for table in shards.all():

@@ -1,4 +1,4 @@
-"""Encoded sources to targets: search, sampling and scoring with one model or several."""
+"""Search, sampling and scoring of targets for encoded sources, with one model or several."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Ensemble:
     ) -> SearchSteps | None:
         """Decode some positions of a beam search in one call; None if `step` must decode the next.
 
-        As `Transformer.search_steps`, but only a single model can decode so.
+        As `Transformer.search_steps`; None for an ensemble of several models.
         """
         if len(self.models) > 1:
             return None
@@ -121,7 +121,7 @@ class Ensemble:
     def cross_attention(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return the cross-attention weights [B, T, S], averaged over heads, layers and models.
 
-        Models with other source tokens than the first model's do not take part.
+        Models with another source vocabulary than the first are left out: S differs.
         """
         maps = [
             weights_BHTS.double().mean(1)
@@ -144,7 +144,7 @@ class EnsembleState:
             state.reorder(rows_N)
 
     def admit(self, other: EnsembleState) -> None:
-        """Append the hypotheses of newly admitted sentences."""
+        """Append the cache rows of newly admitted sentences."""
         for state, new in zip(self.states, other.states, strict=True):
             state.admit(new)
 
@@ -157,10 +157,10 @@ def _log_mean(logits: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """A source as the search reads it.
+    """A source to decode.
 
     Attributes:
-        ids: tokens + eos.
+        ids: token ids with eos.
         prefix: the tokens that the target must begin with.
         seed: of sampling; with one for each source, samples do not depend on the batch.
         text: the text of the tokens; models with another source vocabulary encode it themselves.
@@ -184,12 +184,12 @@ class Translator:
         tokenizer: encodes the sources, and decodes the targets.
         options: of the search.
         device: where the models are.
-        src_vocabularies: of each model; by default the tokenizer's.
+        src_vocabularies: one for each model; by default the tokenizer's.
         process_group: ranks that call the same methods with the same arguments. Each searches for
             a part of the sources, and all return all results.
 
     Attributes:
-        reverse: a model of the other direction, which can rank hypotheses; None if there is none.
+        reverse: a model of the other direction, for reranking; None if there is none.
     """
 
     def __init__(
@@ -246,8 +246,8 @@ class Translator:
         """Begin a search, whose result raises what `search` does.
 
         The sources are sorted by length and distributed over the threads of all ranks. Any number
-        of threads may call it; their sources are decoded together. All ranks must ask for the
-        results of their searches in the same order.
+        of threads may call it; their sources are decoded together. All ranks must call `result` of
+        their searches in the same order.
         """
         for model in self.ensemble.models:
             if model.training:  # `eval` visits every module
@@ -371,7 +371,7 @@ class Translator:
         return [log_probs[row] for row in range(len(sources))]
 
     def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[list[float]]:
-        """Return what `score` does for pairs of a source and a target, as text."""
+        """Return `score` of pairs of a source text and a target text."""
         texts, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         ids_of = self.tokenizer.encode_src(texts)
         sources = [EncodedSource(ids, text=text) for ids, text in zip(ids_of, texts, strict=True)]
@@ -448,10 +448,10 @@ def load(
         loading: how the models are loaded.
 
     Raises:
-        RunError: if a folder is not a run, has no trained model, or its parts do not fit, if
+        RunError: if a folder is not a run, has no trained model, or its files do not fit, if
             several have different target vocabularies, or if the `reverse` of `loading` does not
             translate in the other direction.
-        ConfigError: if the settings cannot be used here.
+        ConfigError: if the device, the precision or a shortlist cannot be used.
     """
     keep_freed_memory()
     avoid_cudnn_attention()

@@ -43,7 +43,7 @@ class CheckResult(NamedTuple):
     fact: str
 
     def line(self) -> str:
-        """Return it as it is printed."""
+        """Return the printed line: part, verdict and fact in columns."""
         return f"{self.part:<12} {self.verdict:<8} {self.fact}"
 
 
@@ -65,15 +65,15 @@ class _Skip(Exception):  # noqa: N818 - nothing went wrong
 
 
 class _RunChecker:
-    """The checks of a run folder, and what they have loaded for the checks that follow."""
+    """The checks of a run folder, in order; a check stores what later checks read."""
 
     def __init__(self, run: RunDir, console: Console, wants_replay: bool) -> None:
         self.run, self.console, self.wants_replay = run, console, wants_replay
         self.config: Config | None = None
         self.tokenizer: Tokenizer | None = None
         self.has_data = self.has_model = False
-        self.whole: dict[int, Path] = {}  # the checkpoints without damage, by step
-        self.resumable: list[int] = []  # and the steps of those with an optimizer state
+        self.whole: dict[int, Path] = {}  # the undamaged checkpoints, by step
+        self.resumable: list[int] = []  # steps with an optimizer state; not all are in `whole`
 
     def results(self) -> Iterator[CheckResult]:
         checks: dict[str, Callable[[], Iterator[CheckResult | str]]] = {
@@ -198,7 +198,7 @@ class _RunChecker:
         yield f"{num_parameters(model):,} parameters, all finite, format {checkpoint.FORMAT}"
 
     def _is_unfinished(self) -> bool:
-        """Return whether the training may not have ended, so that there are no final weights."""
+        """Return whether the run may lack final weights because its training has not ended."""
         if not checkpoint.steps(self.run.checkpoints_dir):
             logged = read_metrics(self.run.metrics_path)
             return self.run.data_dir.exists() and all("valid_loss" not in line for line in logged)
@@ -259,7 +259,7 @@ class _RunChecker:
             raise _Skip(change)
 
     def _span(self) -> Span:
-        """Return the newest whole checkpoint and the one before it."""
+        """Return the span between the two newest whole checkpoints with an optimizer state."""
         if not self.has_data:
             raise _Skip("needs whole data")
         steps = [step for step in self.resumable if step in self.whole]
@@ -286,7 +286,7 @@ class _RunChecker:
 
 
 def _needed(value: T | None, name: str) -> T:
-    """Return what an earlier check has loaded."""
+    """Return `value`; raise _Skip if it is None, because the check of `name` did not load it."""
     if value is None:
         raise _Skip(f"needs the {name}")
     return value

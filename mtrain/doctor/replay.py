@@ -41,21 +41,21 @@ class Span(NamedTuple):
 
 
 class _ReplayTrainer(Trainer):
-    """A trainer with the clock of the training that it repeats."""
+    """A trainer whose elapsed time is that of the training that it repeats."""
 
     elapsed_after: Mapping[int, float]  # step -> seconds, where they are known
 
     def elapsed_s(self) -> float:
-        """Return the seconds after this step of the training, or after the last known step."""
+        """Return the original elapsed time after this step, or after the last step that has one."""
         progress = self.state.progress
         return self.elapsed_after.get(progress.step, progress.elapsed_s)
 
 
 def elapsed_after_steps(run: RunDir, span: Span) -> dict[int, float]:
-    """Return the seconds spent after each step of a span.
+    """Return the `elapsed_s` of the training after each step of a span.
 
-    The log has them only if the learning rate or the mixture depends on them; otherwise, or if the
-    log is cut off, only the last is known.
+    The log has it only if the learning rate or the mixture depends on it; otherwise, or if the log
+    is cut off, only that of the last step is known.
     """
     newer = checkpoint.load_progress(span.newer)
     logged = [
@@ -76,7 +76,7 @@ def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, s
     Returns:
         The parts that are not bit-identical.
         The distance (L2) of repeated and stored weights, relative to that of the two checkpoints.
-        How this machine differs from the one that trained; "" if it does not.
+        Why the bits may differ (another environment, or a GPU); "" if they must not.
 
     Raises:
         RunError, ConfigError: if the training cannot go on from the older checkpoint here.
@@ -116,7 +116,7 @@ def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, s
 
 
 def _differing(replayed: Checkpoint, stored: Checkpoint) -> list[str]:
-    """Return the parts that are not bit-identical, but for elapsed time and a GPU's generator."""
+    """Return the parts that are not bit-identical; ignore elapsed time and the GPU's generator."""
 
     def parts(loaded: Checkpoint) -> dict[str, object]:
         optimizer = {key: value for key, value in loaded.optimizer.items() if key != "random.cuda"}
@@ -140,7 +140,7 @@ def _difference(weights: Weights, other: Weights) -> float:
 
 
 def _environment_change(span: Span, here: Environment) -> str:
-    """Return why bits may differ; "" if the environment is the same and no GPU is used."""
+    """Return why the bits may differ; "" for the same environment without a GPU."""
     for path in (span.newer, span.older):
         saved_in = checkpoint.load_environment(path)
         if saved_in is None:

@@ -1,4 +1,4 @@
 """Scores of translations by sacreBLEU, with signatures, intervals and paired tests.
 
-Knows nothing of training; translates through `decode`.
+Independent of training; translates through `decode`.
 """

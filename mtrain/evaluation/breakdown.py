@@ -1,4 +1,4 @@
-"""Where a translation is good and where it is not: by length, by rare words, line by line."""
+"""Break scores down by source length and by rarest word, and find the best and worst lines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Breakdown:
     # by how often the rarest word of the source occurs in the training text, None if that is
     # unknown; a line without words is in no group
     by_rarity: list[LineGroup] | None
-    best: list[Example]  # by chrF2; of equal lines, the longest come first
+    best: list[Example]  # by chrF2; of equal scores, the longest reference first
     worst: list[Example]
 
 
@@ -77,9 +77,9 @@ class Contrast:
 
 
 def split_words(line: str, unit: Unit) -> list[str]:
-    """Return a line's words in lower case, without the punctuation around them.
+    """Return the words of a line, or its characters, in lower case.
 
-    Characters are letters, digits and combining marks.
+    Words lose the punctuation around them. Characters are letters, numbers and combining marks.
     """
     if unit == "characters":
         return [character for character in line.lower() if _is_word_character(character)]
@@ -97,17 +97,17 @@ def _strip_punctuation(word: str) -> str:
 
 
 def unit_of(lines: Sequence[str]) -> Unit:
-    """Return words, or characters where most lines have no space within."""
+    """Return "characters" if the median line has at most one word, else "words"."""
     return "words" if median(len(line.split()) for line in lines) > 1 else "characters"
 
 
 def count_in_training(run: RunDir, sources: Sequence[str]) -> Counter[str] | None:
     """Return how often each word of the sources occurs in the sources of the training pairs.
 
-    None if the run folder holds no encoded pairs.
+    Return None if the run folder holds no encoded pairs.
 
     Raises:
-        RunError: if they are damaged.
+        RunError: if the encoded pairs are damaged.
     """
     if not arrow_shards.are_in(run.data_dir):
         return None
@@ -132,8 +132,8 @@ def break_down(
         test: the test set.
         system: its name.
         hypotheses: its translation of the test set.
-        options: of the scores.
-        training_counts: of each word of the sources in the training text, if known.
+        options: which metrics are computed, and how.
+        training_counts: how often the training text has each word of the sources, if known.
     """
     unit = unit_of(test.src)
     words = [split_words(line, unit) for line in test.src]
@@ -159,7 +159,7 @@ def break_down(
 def contrast(
     test: TestSet, outputs: Mapping[str, Sequence[str]], system: str, options: ScoringOptions
 ) -> Contrast:
-    """Return the lines in which a system is most above, and most below, the first one."""
+    """Return the lines whose chrF2 is most above, and most below, that of the first system."""
     baseline = next(iter(outputs))
     systems = {
         name: (outputs[name], line_scores(test, outputs[name], options))
@@ -218,7 +218,7 @@ def _groups(
 
 
 def line_scores(test: TestSet, hypotheses: Sequence[str], options: ScoringOptions) -> list[float]:
-    """Return the chrF2 of each line; BLEU of a single line says little."""
+    """Return the chrF2 of each line; BLEU of single lines is too noisy."""
     metric = CHRF(lowercase=options.lowercase)
     rows = zip(hypotheses, *test.refs, strict=True)
     return [float(metric.sentence_score(text, refs).score) for text, *refs in rows]

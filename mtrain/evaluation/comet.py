@@ -1,6 +1,6 @@
 """COMET, a neural metric, with the intervals and paired tests that sacreBLEU has for its metrics.
 
-The package unbabel-comet and the model's file are the user's; nothing is downloaded here.
+The user installs unbabel-comet and downloads the model; nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class CometModel:
         """Load the model.
 
         Raises:
-            ConfigError: if comet cannot.
+            ConfigError: if comet cannot load it.
         """
         with _quiet_logging():
             import comet
 
             try:
                 self._model = comet.load_from_checkpoint(str(self._path))
-            except Exception as error:  # comet raises whatever its parts raise
+            except Exception as error:  # comet passes on any exception of its dependencies
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise ConfigError(
                     f"`--comet` must be a model of COMET, but {self._path} cannot be loaded: "
@@ -74,7 +74,7 @@ class CometModel:
     def score(
         self, sources: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
     ) -> Floats:
-        """Return the score of each line; a segment that was seen before is not computed again."""
+        """Return the score of each line; scores are cached by (source, hypothesis, reference)."""
         segments = list(zip(sources, hypotheses, references, strict=True))
         unseen = [segment for segment in dict.fromkeys(segments) if segment not in self._cache]
         if unseen:
@@ -87,14 +87,14 @@ class CometModel:
         return np.array([self._cache[segment] for segment in segments])
 
     def signature(self, test: str = "", num_samples: int = 0) -> str:
-        """Return sacreBLEU's form of a signature; `test` is bs or ar, with so many samples."""
+        """Return sacreBLEU's kind of signature; `test` is empty, or bs or ar with `num_samples`."""
         drawn = f"{test}:{num_samples}|seed:{_seed().lower()}|" if test else ""
         return f"nrefs:1|{drawn}{self._version}"
 
 
 @contextmanager
 def _quiet_logging() -> Iterator[None]:
-    """Undo what importing comet does to the logging of the whole process."""
+    """Restore the level and handlers of the root logger, which importing comet changes."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -105,7 +105,7 @@ def _quiet_logging() -> Iterator[None]:
 
 
 def resampled_means(values: Floats, num_samples: int) -> Floats:
-    """Return the mean of each bootstrap resample; the lines drawn are those of sacreBLEU."""
+    """Return the mean of each bootstrap resample; the lines drawn are the same as sacreBLEU's."""
     rows = _random().choice(len(values), size=(num_samples, len(values)), replace=True)
     means: Floats = values[rows].mean(1)
     return means
@@ -114,7 +114,7 @@ def resampled_means(values: Floats, num_samples: int) -> Floats:
 def paired_p_values(baseline: Floats, system: Floats, num_resamples: int) -> tuple[float, float]:
     """Return the p-values of the paired bootstrap and of approximate randomisation.
 
-    The statistics are those of `sacrebleu.significance`, whose score is here a mean of lines.
+    The statistics are those of `sacrebleu.significance`; a system's score is the mean of its lines.
     """
     gain = abs(system.mean() - baseline.mean())
     drawn = np.abs(

@@ -33,7 +33,7 @@ from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
-_KEYS_OF_A_SEED = ("run_dir", "seed")  # that may differ between runs whose scores are averaged
+_KEYS_OF_A_SEED = ("run_dir", "seed")  # keys in which averaged runs may differ
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class EvaluationPlan:
     names: Sequence[str] | None  # the test sets; None for all of the first run
     options: ScoringOptions
     with_details: bool = False  # whether scores are broken down
-    text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
+    text: Mapping[str, TestSet] | None = None  # test sets from files, instead of the runs'
     precision: str = "float32"  # of matrix products in the runs' translation
     shortlist: str | None = None  # of the runs' translation
-    rerank_with: Path | None = None  # the run of the other direction that ranked hypotheses, too
+    rerank_with: Path | None = None  # the run of the other direction, for reranking
     rerank_weight: float | None = None  # of that run
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class EvaluationPlan:
 
 
 def read_files(src: Path, refs: Sequence[Path]) -> dict[str, TestSet]:
-    """Return a test set of a file and its references, by the file's name.
+    """Return {name of `src`: test set} for a source file and its reference files.
 
     Raises:
         DataError: if a file cannot be read, is empty, or has fewer or more lines than another.
@@ -137,7 +137,7 @@ def evaluate(
 ) -> list[TestResult]:
     """Translate the test sets of a run, and score them.
 
-    Lines are translated, and warned of, as `mtrain translate` does with its default options.
+    Translations and warnings are those of `mtrain translate` with its default options.
 
     Raises:
         RunError: if the run has no test sets, or their text is missing.
@@ -166,8 +166,8 @@ def translate_tests(
 def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> Iterator[str]:
     """Yield the model's score of each first reference of test sets, tab-separated.
 
-    The columns are the test set, the line from 1, the score, the log-probability, and the number
-    of tokens, eos among them.
+    The columns are the test set, the line number from 1, the score (log-probability divided by the
+    length penalty), the log-probability, and the number of tokens with eos.
     """
     for name, lines in tests.items():
         pairs = list(zip(lines.src, lines.refs[0], strict=True))
@@ -327,7 +327,7 @@ def before_and_after(
     known: Mapping[str, list[str]] | None = None,
     process_group: ProcessGroup = SINGLE,
 ) -> list[TestReport]:
-    """Score a run and the run that it began with on the test sets of both, and compare them.
+    """Score a run and the run that it was fine-tuned from on the test sets of both; compare them.
 
     The first system of each report is the run before fine-tuning. There are no reports if the run
     has no `training.init_from`, or if that run cannot be loaded; then `warn` is called.
@@ -336,7 +336,7 @@ def before_and_after(
         run: the fine-tuned run.
         load: loads the translator of a run.
         warn: called with warnings about translations; only that of rank 0 may print.
-        options: of the scores; without resamples there are no paired tests, and no reports.
+        options: how to score; if `num_resamples` is 0, there are no reports.
         known: translations by the run of its own test sets, by name.
         process_group: of the translators. All ranks must call this; rank 0 returns the reports, the
             other ranks an empty list.

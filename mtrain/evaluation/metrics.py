@@ -1,6 +1,6 @@
 """Scores of translations by sacreBLEU, each with its interval and its signature.
 
-They equal what the `sacrebleu` command prints for the same lines. Knows lines, no runs.
+They equal what the `sacrebleu` command prints for the same lines. Independent of run folders.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mtrain.evaluation.comet import CometModel, Floats, resampled_means
 from mtrain.io.text_width import count
 
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
-_MIN_VARIETY = 0.2  # distinct outputs per distinct reference; with fewer, the source is ignored
-_MIN_VARIED = 10  # distinct references; with fewer, nothing is reported
+_MIN_VARIETY = 0.2  # distinct outputs per distinct reference; below it, a warning
+_MIN_VARIED = 10  # distinct references; with fewer, no warning
 _MAX_DIGITS = 30  # after the point, so that a printed float is the same float
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
 # sacreBLEU's tokenizers for languages that are written without spaces, or are scored by morphemes:
@@ -48,7 +48,7 @@ class TestSet(NamedTuple):
     refs: list[list[str]]
 
     def rows(self, rows: Sequence[int]) -> TestSet:
-        """Return some of the lines."""
+        """Return the test set of these rows, in this order."""
         src, *refs = ([lines[row] for row in rows] for lines in (self.src, *self.refs))
         return TestSet(src, refs)
 
@@ -58,8 +58,8 @@ def ignored_source(
 ) -> str | None:
     """Return a warning that a model ignores its source; None if it does not.
 
-    Such a model writes the same few sentences: it has far fewer distinct outputs than there are
-    distinct references.
+    Such a model has far fewer distinct outputs than there are distinct references. None also if
+    there are too few distinct references to tell.
     """
     outputs = dict(zip(src, zip(references, hypotheses, strict=True), strict=True))
     num_expected = len({reference for reference, _ in outputs.values()})
@@ -85,7 +85,7 @@ class Score:
     verbose: str = ""  # BLEU's precisions and lengths, as sacreBLEU prints them
 
     def format(self) -> str:
-        """Return the value and the interval, if not all is zero, as sacreBLEU prints them."""
+        """Return the value, and the interval unless its mean is 0, as sacreBLEU prints them."""
         text = format_value(self.metric, self.value)
         if not self.mean or self.half_width is None:
             return text
@@ -94,7 +94,7 @@ class Score:
 
 
 def format_value(metric: str, value: float) -> str:
-    """Return a score with the usual number of digits; COMET's scores end at about 1."""
+    """Format a score: COMET's, which is at most about 1, with more decimals than the others."""
     return f"{value:.{4 if metric == 'COMET' else 2}f}"
 
 
@@ -132,7 +132,7 @@ class ScoringOptions:
         if self.lowercase and not {"bleu", "chrf", "chrf++"} & set(self.metrics):
             raise ConfigError("`--lowercase` needs the metric bleu, chrf or chrf++.")
         if "bleu" in self.metrics:
-            _bleu(None, self)  # before anything is translated
+            _bleu(None, self)  # raises before anything is translated
         if 0 < self.num_resamples < _LEAST_RESAMPLES:
             raise ConfigError(
                 f"`--resamples` must be 0 or at least {_LEAST_RESAMPLES}, but is "
@@ -166,7 +166,7 @@ def _fitting_tokenizers(tgt_lang: str) -> list[str]:
 
 
 def tokenizer_note(tgt_lang: str) -> str | None:
-    """Name the tokenizer that BLEU uses for a target language; None if it is the default, 13a."""
+    """Return a note on BLEU's tokenizer for a target language; None if it is the default, 13a."""
     name = language_tokenizer(tgt_lang)
     if name is None:
         return None
@@ -178,7 +178,7 @@ def tokenizer_note(tgt_lang: str) -> str | None:
 
 
 def noise_bleu(tgt_lang: str) -> float:
-    """Return the BLEU below which one validation is no better than another, by its tokenizer."""
+    """Return the BLEU below which differences are noise, by the tokenizer of the language."""
     return _NOISE_BLEU.get(language_tokenizer(tgt_lang) or "", _NOISE_BLEU_OF_WORDS)
 
 
@@ -264,7 +264,7 @@ def _bleu(references: list[list[str]] | None, options: ScoringOptions) -> BLEU:
     try:
         return BLEU(options.lowercase, True, options.tokenize, references=references)
     except (RuntimeError, ImportError, OSError) as error:
-        reason = " ".join(str(error).split())  # how to install it comes last
+        reason = " ".join(str(error).split())  # ends with how to install it
         raise ConfigError(
             f"`--tokenize {options.tokenize}` cannot be used here: {reason}"
         ) from None

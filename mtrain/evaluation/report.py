@@ -75,8 +75,8 @@ def as_json(
 
     Args:
         reports, plan: of the evaluation.
-        compared: of a fine-tuned run and the run that it began with, for some of the same test sets
-            and others.
+        compared: reports of a fine-tuned run and the run that it was tuned from; their test sets
+            may be among those of `reports`.
     """
     trees = {report.results[0].name: _tree(report, plan) for report in reports}
     for report in compared:

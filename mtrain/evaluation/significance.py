@@ -1,7 +1,7 @@
-"""Is the difference of two systems more than chance? By sacreBLEU's paired tests.
+"""Test whether systems differ by more than chance, by sacreBLEU's paired tests.
 
 Approximate randomisation: Clark et al. 2011, Riezler and Maxwell 2005. Paired bootstrap: Koehn
-2004. Knows lines, no runs.
+2004. Independent of run folders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sacrebleu.significance import PairedTest
 from mtrain.evaluation.comet import NUM_TRIALS, paired_p_values
 from mtrain.evaluation.metrics import Scorer, format_value
 
-P_LIMIT = 0.05  # a difference of a lower p-value is marked
+P_LIMIT = 0.05  # differences with a lower p-value are marked
 
 
 @dataclass(frozen=True)

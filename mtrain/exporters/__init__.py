@@ -1,4 +1,4 @@
 """Export trained models to other libraries; each export is checked with that library.
 
-Knows nothing of training.
+Independent of training.
 """

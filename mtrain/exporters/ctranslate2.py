@@ -277,7 +277,7 @@ class CTranslate2Model(SentencePieceSides):
         return [list(result.log_probs) for result in results]
 
     def own_call(self, lines: Sequence[str]) -> OwnCall | None:
-        """Compare nothing: the library knows no text."""
+        """Return None: CTranslate2 translates tokens, not text."""
         return None
 
     def _tokens(self, sources: Ids) -> list[list[str]]:
@@ -367,7 +367,7 @@ class CTranslate2Translator:
         return best
 
     def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
-        """Return a search that begins when its result is asked for."""
+        """Return a search that runs when its result is requested."""
         return PendingSearch(lambda: self.search(sources), lambda: None)
 
     def attend(

@@ -169,7 +169,7 @@ def write_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def longest(config: Config, least: int) -> int:
-    """Return the most tokens that a source or target may have by a config, but at least `least`."""
+    """Return the most tokens of a source or target that a config allows, but at least `least`."""
     return max(least, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
 
 
@@ -190,7 +190,7 @@ def sines_first(model: Transformer) -> dict[str, Tensor]:
 
 
 class Requirement(NamedTuple):
-    """The one value of a key of the config that a library can hold."""
+    """A key of the config, and its only value that a library supports."""
 
     key: str  # such as model.norm
     value: str | bool | None
@@ -211,8 +211,8 @@ class Archive(NamedTuple):
 class Exporter(Protocol):
     """A module that writes models for a library, and loads what it has written.
 
-    `write` need not check what REQUIREMENTS refuse; `quantization` is None for float32, or one of
-    QUANTIZATIONS.
+    `write` is called only with configs that meet REQUIREMENTS; its `quantization` is None (float32)
+    or one of QUANTIZATIONS.
     """
 
     PACKAGE: str  # the library as pip names it
@@ -223,7 +223,7 @@ class Exporter(Protocol):
     TITLE: str  # in the model card: the library
     TAG: str  # in the model card: a tag of the Hugging Face Hub
     USE: str  # in the model card: how to translate, with `{line}` and other fields of it
-    NOTES: str  # in the model card: a list of what to know
+    NOTES: str  # in the model card: a list of limits and differences
 
     def num_positions(self, config: Config) -> int:
         """Return the most tokens of a source, and of a target."""

@@ -279,7 +279,7 @@ class MarianModel:
         return score_by_logits(sources, targets, self._special, logits_of)
 
     def own_call(self, lines: Sequence[str]) -> None:
-        """Compare nothing: `encode`, `search` and `decode` are the library's own calls."""
+        """Return None: `encode`, `search` and `decode` are the library's own calls."""
 
 
 load = MarianModel  # the `load` of the `Exporter` protocol

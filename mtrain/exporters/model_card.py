@@ -1,4 +1,4 @@
-"""Write the README.md of an exported model. Knows the run folder, no library."""
+"""Write the README.md of an exported model. Imports none of the libraries."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def readme(
 
 
 def _languages(codes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the languages as the Hub takes them: ISO 639 codes, longer ones by another key."""
+    """Return the Hub's language fields: ISO 639 codes, and all other codes as BCP 47."""
     primary = [re.split("[-_]", code.lower())[0] for code in codes]
     fields = {"language": list(dict.fromkeys(code for code in primary if 2 <= len(code) <= 3))}
     longer = [code for code in codes if code not in fields["language"]]
@@ -255,7 +255,7 @@ def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each file and its SHA-256, if possible from when it was tokenized."""
+    """Yield the name of each file, and its SHA-256 when it was tokenized, if known, else now."""
     if _is_of_the_hub(corpus):
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return

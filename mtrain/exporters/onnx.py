@@ -99,7 +99,7 @@ pipeline("translation", directory, { dtype, session_options }).then(async (trans
 
 
 def num_positions(config: Config) -> int:
-    """Return the most tokens of a source, and of a target; sinusoids alone have no limit."""
+    """Return the most tokens of a source, and of a target; for sinusoids, a nominal limit."""
     return config.model.max_positions or 4096
 
 

@@ -217,7 +217,7 @@ def _traced(graph: nn.Module, inputs: Inputs, outputs: dict[str, Axes]) -> onnx.
     import onnx
 
     stream = BytesIO()
-    # of PyTorch's two exporters this is the older and faster one, which warns of its age
+    # the older of PyTorch's two exporters, which is faster, but warns that it is deprecated
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         torch.onnx.export(
             graph,

@@ -1,6 +1,6 @@
 """Compare an exported model, as another library runs it, with the model of the run.
 
-Knows no library: an exported model is anything that can encode, search and score.
+Imports none of the libraries: they are called through `ExportedModel`.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ _CHARACTERS = {  # of each class but letters, which depend on the language
     "opener": "“„«‹‘‚([{¿¡「『（",
 }
 _CLASSES = ["padding", "other", *_CHARACTERS, "small letter", "letter"]
-_OFFSETS = range(-3, 3)  # of the characters that are read, from the one that may end a sentence
-# A sum of at least 24 ends a sentence: 10 for the space, 10 for what begins the next sentence, and
-# 4 for the end or for a full stop after three letters. A wide end suffices alone.
+_OFFSETS = range(-3, 3)  # of the characters read, relative to the one that may end a sentence
+# A sum of at least 24 ends a sentence: 10 for the space, 10 for a capital or opener after it, and 4
+# for an end, or for a full stop after three letters. A wide end suffices alone.
 _WEIGHTS = {
     (0, "full stop"): 1,
     (0, "end"): 4,
@@ -43,7 +43,7 @@ _INT64, _FLOAT = 7, 1  # numbers of the ONNX format: types of tensors, of attrib
 
 
 def splitter(characters: Iterable[str], language: str) -> bytes:
-    """Return the ONNX file of a splitter that knows the letters among `characters`."""
+    """Return the ONNX file of a splitter; other letters than those in `characters` are unknown."""
     classes = {char: name for name, chars in _CHARACTERS.items() for char in chars}
     for char in characters:
         if char.isalpha():

@@ -42,7 +42,7 @@ def is_replaced(path: Path) -> bool:
     """Tell whether a write replaces `path`; a pipe, a device or an open file is written to.
 
     Raises:
-        WriteError: for what can never be a file: a folder, or a name below a file.
+        WriteError: if `path` is a folder, or below a file.
     """
     with _writing(path):
         try:
@@ -74,12 +74,12 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `path` on success and is deleted on failure.
 
     Args:
-        path: the folder; its previous content is renamed aside, then deleted, so that a kill in
-            between loses neither: `sweep` renames it back.
-        mark: a file that a filled folder must have to be replaced.
+        path: the folder; its previous content is renamed first and deleted last. After a kill in
+            between, `sweep` renames it back.
+        mark: a file name; a folder that is not empty is replaced only if it has this file.
 
     Raises:
-        WriteError: if the folder cannot be written, or is filled and has no `mark`.
+        WriteError: if the folder cannot be written, or is not empty and has no `mark`.
     """
     with _writing(path), _beside(path) as beside:
         is_filled = path.is_dir() and any(path.iterdir())
@@ -128,10 +128,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def writable_dir(path: Path) -> Iterator[None]:
-    """Make a folder if needed, and turn errors of the disk within into WriteError.
+    """Make a folder if needed, and convert any OSError of the context to WriteError.
 
     Raises:
-        WriteError: if it cannot be written.
+        WriteError: for such an error.
     """
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def _remove(path: Path) -> None:
 def sweep(path: Path) -> None:
     """Delete what killed processes left beside `path`; rename back what `whole_dir` put aside.
 
-    The caller holds the lock of the folder. The name of `path` may be a pattern.
+    The caller holds the lock of the folder. The name of `path` may be a glob pattern.
     """
     for aside in path.parent.glob(f".{path.name}.*.old"):
         replaced = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
@@ -196,7 +196,7 @@ def only_process(lock_path: Path, busy: str, wait_s: float = 0.0) -> Iterator[No
         RunError: if another process holds it.
         WriteError: if its file cannot be written.
     """
-    from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
+    from filelock import FileLock, Timeout  # not needed for translating: a faster start
 
     lock = FileLock(lock_path, timeout=wait_s)
     with _writing(lock_path):
@@ -221,7 +221,7 @@ def append(path: Path, data: bytes) -> None:
     """Append bytes to a file, all or none.
 
     Raises:
-        WriteError: if the disk does not take them.
+        WriteError: if they cannot be written.
     """
     with _writing(path), path.open("ab", buffering=0) as stream:
         size, unwritten = stream.tell(), memoryview(data)
@@ -260,14 +260,14 @@ def print_lines(lines: Iterable[str]) -> None:
     """Write lines to stdout as UTF-8, flushing each; end silently on a broken pipe.
 
     Raises:
-        WriteError: if stdout goes to a disk that does not take them.
+        WriteError: for any other error of stdout, such as a full disk.
     """
     for line in lines:
         try:
             sys.stdout.buffer.write(line.encode("utf-8") + b"\n")
             sys.stdout.buffer.flush()
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later flushes succeed
             if isinstance(error, BrokenPipeError):
                 return
             raise WriteError(f"stdout: cannot be written: {error.strerror}.") from None

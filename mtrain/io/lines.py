@@ -19,8 +19,8 @@ from mtrain.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
 _GZIP_LEVEL = 6  # half the time of 9 for one percent more bytes
-_BLOCK_BYTES = 1 << 18  # that are decoded at once
-_PATIENCE_S = 0.05  # that a block waits for one more line
+_BLOCK_BYTES = 1 << 18  # decoded at once
+_PATIENCE_S = 0.05  # how long a block waits for its next line
 _MAX_BLOCK_CHARACTERS = 4_000_000
 _MAX_WARNINGS = 5  # of each kind; the others are counted
 _OTHER_FORMS = {  # the first bytes of other formats, and what to do
@@ -81,7 +81,7 @@ class _CountedFile(io.RawIOBase):
 
 
 def ignore(value: object) -> None:
-    """Do nothing: a callback for a caller that wants none."""
+    """Do nothing; the default callback."""
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def open_gzip_writer(path: Path) -> Iterator[TextIO]:
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a binary file, which ends them at "\n" only, without "\n" and "\\r"."""
+    """Yield the lines of a binary file, split at LF only, without LF, CR LF and a leading BOM."""
     for number, line in enumerate(stream):
         text = line.removesuffix(b"\n").removesuffix(b"\r")
         yield text.removeprefix(BOM) if number == 0 else text
@@ -127,7 +127,7 @@ def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
 def read_lines(
     path: Path, advance: Advance = ignore, digest: Digest | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, plain or gzipped; `advance` and `digest` as `open_lines`.
+    """Yield the lines of a UTF-8 file, plain or gzipped; `advance` and `digest` as in `open_lines`.
 
     Raises:
         DataError: for a file that cannot be read, or a line that is not UTF-8.
@@ -194,7 +194,7 @@ def read_blocks(
             for line in read_forgiving(path, warn):
                 lines.put(line)
             lines.put(None)
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # raised in the thread of the caller
             lines.put(error)
 
     def soon() -> str | BaseException | None:
@@ -256,5 +256,5 @@ def _culprit(error: UnicodeDecodeError) -> str:
 
 
 def other_form(line: bytes) -> str:
-    """Name the format whose first bytes a line has, and what to do; "" if it is none."""
+    """Return which other format a line begins like, and what to do; "" if none."""
     return next((text for start, text in _OTHER_FORMS.items() if line.startswith(start)), "")

@@ -16,7 +16,7 @@ class TextLines:
         self._breaks = [*LINE_BREAK.findall(text), ""]
 
     def join(self, translations: Sequence[str]) -> str:
-        """Return a translation for each line as a text, with the breaks and indents of this one."""
+        """Join a translation of each line; keep line breaks, and the spaces around each line."""
         written = []
         for line, translation, line_break in zip(
             self.lines, translations, self._breaks, strict=True

@@ -22,7 +22,7 @@ def num_columns(text: str) -> int:
 
 
 def shortened(text: str, width: int) -> str:
-    """Cut text to `width` columns."""
+    """Cut text to `width` columns; a cut text ends in "..."."""
     if _num_fitting(text, width) == len(text):
         return text
     return text[: _num_fitting(text, width - 3)] + "..."
@@ -41,7 +41,7 @@ def wrapped(text: str, width: int, max_rows: int) -> list[str]:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """Break text between words where a line would be too long for the terminal, if it is one.
+    """Wrap text to the width of the terminal `stream`; return it unchanged elsewhere.
 
     Text in backquotes and file names are not broken, so that they can be copied; any other word
     that is too long, such as a line of Chinese, is broken where the row ends. If the text begins
@@ -51,7 +51,7 @@ def fitted(text: str, stream: TextIO) -> str:
         columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
         columns = 0
-    if columns == 0:  # no terminal, or one that does not say
+    if columns == 0:  # no terminal, or one of unknown width
         return text
     protected = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), text.rstrip())
     label = re.match(r" *\w+  +", protected)

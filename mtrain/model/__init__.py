@@ -1,4 +1,4 @@
 """The Transformer of "Attention Is All You Need", and its key-value cache for decoding.
 
-Knows tensors of token ids. Knows nothing of text, training, search and files.
+Takes tensors of token ids. Independent of text, batches, training and files.
 """

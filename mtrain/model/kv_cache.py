@@ -1,4 +1,4 @@
-"""A paged key-value cache for continuous batching; it knows tensors and no model.
+"""A paged key-value cache for continuous batching; independent of the model's layers.
 
 Shapes: B batch, S source length, T target length so far, D model width, N hypotheses, R slots of a
 pool, X = 2 * D: a key and a value.
@@ -29,8 +29,8 @@ class KVCache:
     """The keys and values of the hypotheses of a search, in pools of slots.
 
     A slot holds the key and value of one position. Each hypothesis has a list of slots; hypotheses
-    share the slots of a common prefix. To reorder hypotheses is to reorder lists; a slot in no list
-    is free. New sentences are admitted while others are being decoded (continuous batching).
+    share the slots of a common prefix. Reordering hypotheses reorders lists; a slot in no list is
+    free. New sentences are admitted while others are being decoded (continuous batching).
 
     The pools are on the model's device, the lists are NumPy arrays. Pools in bfloat16 hold rounded
     keys and values in half the memory.
@@ -132,7 +132,7 @@ class KVPool:
         return layer_RX.index_copy_(0, slots_N, rows_NX.to(layer_RX.dtype))
 
     def _find_free(self, count: int, in_use: Ints) -> None:
-        """Collect the slots that are not in use; enlarge a pool of which less than 1/4 is free."""
+        """Collect the free slots; enlarge the pool if taking `count` would leave less than 1/4."""
         num_slots = len(self.layers[0])
         is_free_R = np.ones(num_slots + 1, np.bool_)
         is_free_R[in_use] = False  # index -1, the last, is padding

@@ -1,6 +1,6 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), top to bottom.
 
-It knows ids and tensors; nothing of text, batches, losses or search.
+Takes tensors of token ids; independent of text, batches and files.
 
 Shapes: B batch, S source length, T target length, D model width, F feed-forward width,
 H heads, K width of a head, V vocabulary, N hypotheses, R slots of a cache, X = 2 * D.
@@ -260,7 +260,7 @@ class Transformer(nn.Module):
         self.cache_dtype = None if precision == "float32" else torch.bfloat16
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the compiled layers: a copy has weights of its own."""
+        """Exclude the compiled layers, which point to the weights of this object."""
         excluded = ("_compiled_encoder", "_compiled_sources", "_compiled_decoder")
         return {name: value for name, value in vars(self).items() if name not in excluded}
 

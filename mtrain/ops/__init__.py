@@ -3,5 +3,5 @@
 `attention`, `layer_norm`, `dropout`, `linear`, `cross_entropy` and `topk` are functions and modules
 of tensors; `stacks` and `beam_search` run whole layers in one call. `build` compiles the C files in
 `csrc/`, and `native` loads the library and calls it; other packages import `native` only for the
-name of the library. This package must not know the model, batches or text.
+name of the library. This package must not depend on the model, batches or text.
 """

@@ -72,7 +72,7 @@ def attention(
 def _has_compiled_form(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, dropout: Dropout | None
 ) -> bool:
-    """Tell whether the compiled function takes these shapes, and is faster for them."""
+    """Tell whether the compiled function supports these arguments, and is faster for them."""
     q_shape, k_shape = q.shape, k.shape
     return (
         len(q_shape) == len(k_shape) == 4

@@ -94,7 +94,7 @@ class SearchSteps(NamedTuple):
         cell_N: sentence * W + slot of each.
         past_slots_NT, source_slots_NS: the cache rows of each; -1 is padding.
         num_slots: how many of `Cache.free_slots` were allocated.
-        num_places_B: slots of a sentence without a finished hypothesis.
+        num_places_B: W minus the number of finished hypotheses of each sentence.
         best_BM: the M best finished scores, -inf where there are fewer.
         ended: the hypotheses that ended, the first to end first; `written_NT` and `log_probs_NT`
             are undefined to the left of a row's tokens.
@@ -122,7 +122,7 @@ def search_steps(
     best_BM: Floats,
     rules: SearchRules,
 ) -> SearchSteps | None:
-    """Decode some positions in one call, until a sentence ends or a token is forced.
+    """Decode some positions in one call, until the search of a sentence ends or eos is forced.
 
     The new keys and values are written to `cache.pasts`; no other argument is modified.
 

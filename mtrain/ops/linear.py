@@ -33,7 +33,7 @@ class Linear(nn.Linear):
     _packed: PackedWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the packed weights: a copy has weights of its own."""
+        """Exclude the packed weights, which are tied to the address of this object's weights."""
         return {name: value for name, value in self.__dict__.items() if name != "_packed"}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Linear(nn.Linear):
     def _packed_for(self, x: Tensor) -> PackedWeights | None:
         """Return the packed weights if `x` [..., in_features] can be multiplied by them.
 
-        They are dropped when the weights have changed.
+        They are discarded if the weights have changed.
         """
         packed = self._packed
         if packed is None or x.dtype is not torch.float32 or not _fits(x, packed.weight):

@@ -170,7 +170,7 @@ def describe() -> str:
 
 @functools.cache
 def library() -> Library:
-    """Return the best library for this processor, or what `MTRAIN_NATIVE` asks for.
+    """Return the best library for this processor, or the one that `MTRAIN_NATIVE` selects.
 
     Raises:
         ConfigError: if `MTRAIN_NATIVE` is not a known value, or this processor cannot run it.
@@ -205,7 +205,7 @@ def _build_for_this_process(isa: build.InstructionSet) -> Library:
     """Compile a library in a private folder, and delete that once it is loaded."""
     print(f"mtrain: compiling for {isa.name} (MTRAIN_NATIVE=build)", file=sys.stderr, flush=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:  # nobody else may enter it
+        with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:  # mode 0700
             build.build(Path(folder), [isa])
             return _load(build.library_path(Path(folder), isa.name), isa.name)
     except (build.BuildError, OSError) as error:
@@ -316,8 +316,8 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
     """Return the compiled functions for these tensors, or None where the plain formula is used.
 
     The functions run on one thread: training and translating split their batches over threads.
-    They take `is_plain` tensors of one dtype. `torch.jit.trace`, and forward-mode differentiation
-    with gradients disabled, get the plain formula, because they cannot see into these functions.
+    They take `is_plain` tensors of one dtype. Under `torch.jit.trace`, and in forward-mode
+    differentiation with gradients disabled, the result is None: both need PyTorch operations.
 
     Args:
         tensors: the tensors that a function reads.

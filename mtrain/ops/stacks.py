@@ -312,7 +312,7 @@ class CompiledDecoder(_EmbeddedStack):
     Args:
         layers, others, num_heads: as in `_CompiledStack`.
         table_VD: the embedding table.
-        window: positions before the newest that self-attention sees; None is all.
+        window: positions before the newest that self-attention reads; None is all.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
 """Pictures of a run: learning curves, attention maps, lengths and batches.
 
-`collect` reads the data, `draw` draws it. Knows nothing of the command line.
+`collect` reads the data, `draw` draws it. Independent of the command line.
 """

@@ -1,4 +1,4 @@
-"""Read the numbers that the pictures of a run show. Knows nothing of how they are drawn.
+"""Read the data that the pictures of a run show; independent of matplotlib.
 
 B batch, S source length, T target length, D model width, H heads, P positions.
 """

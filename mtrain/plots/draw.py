@@ -1,7 +1,7 @@
 """Draw the pictures of a run, as PNG and SVG, from the numbers that `collect` reads.
 
-The colours, cividis and those of Okabe and Ito, are told apart in grey and by the colour-blind.
-pyplot, which keeps every figure alive, is not used.
+The colours, cividis and those of Okabe and Ito, differ in grey and to colour-blind readers.
+pyplot is not used, because it keeps every figure in memory.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ def watch(
 ) -> Iterator[Path]:
     """Draw all, the curves whenever more was logged, and all again when the training ends.
 
-    Yields each file as `draw` does, and looks at the log every `every_s` seconds.
+    Yields each file as `draw` does, and checks the size of the log every `every_s` seconds.
 
     Raises:
         UserError: if no process is training and nothing can be drawn, or on a failed write.

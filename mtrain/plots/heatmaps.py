@@ -1,6 +1,6 @@
 """Heat maps whose rows and columns are tokens, laid out by matplotlib's constrained layout.
 
-Knows matplotlib, and nothing of models or run folders.
+Independent of models and run folders.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def without_font(text: str) -> list[str]:
 
 
 def missing_fonts(text: str) -> str | None:
-    """Say which characters of `text` no font has, and what to do; None if there are none."""
+    """Return a message about the characters of `text` that no font has; None if there are none."""
     lacking = without_font(text)
     if not lacking:
         return None

@@ -35,7 +35,7 @@ _NUM_RESUMABLE = 2  # the newest checkpoints: one to resume from, and one in cas
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in a message of safetensors
 Weights = dict[str, Tensor]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Line = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]  # for a terminal
+Line = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]  # printable
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StepName = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 
@@ -87,7 +87,7 @@ class Progress(BaseModel):
     def quality_of(self, loss: float, bleu: float) -> tuple[float, float]:
         """Return a sort key of validations, greater for a better one.
 
-        The BLEU decides; below `min_bleu` the loss does, and any BLEU that reaches it is better.
+        It is the BLEU if that is at least `min_bleu`, else -loss, which is less than any BLEU.
         """
         return (bleu, 0.0) if bleu >= self.min_bleu else (0.0, -loss)
 
@@ -249,7 +249,7 @@ def save(
     """Write a checkpoint folder, named after its step, atomically.
 
     Raises:
-        WriteError: if the disk does not take it.
+        WriteError: if it cannot be written.
     """
     path = path_of(directory, progress.step)
     with whole_dir(path) as beside:
@@ -390,7 +390,7 @@ def path_of(directory: Path, step: int) -> Path:
 def prune(
     directory: Path, kept: Collection[int], warn: Callable[[OSError | WriteError], None]
 ) -> None:
-    """Delete checkpoints not in `kept`, and the optimizer state of all but the newest in it."""
+    """Delete checkpoints not in `kept`, and optimizer states but the newest `_NUM_RESUMABLE`."""
     saved = steps(directory)
     resumable = [step for step in saved if step in kept][-_NUM_RESUMABLE:]
     for step, path in saved.items():
@@ -476,7 +476,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
     """Write tensors into a new file, with the permissions of any new file.
 
     Raises:
-        OSError: if the disk does not take them.
+        OSError: if they cannot be written.
     """
     cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()

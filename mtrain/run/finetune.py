@@ -1,6 +1,6 @@
 """Fine-tuning: a run that starts from the config and weights of another, `training.init_from`.
 
-Imports torch lazily: `check_weights` runs before the corpora are read.
+Imports torch only in the functions that read weights or checkpoints.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TensorBoardLog:
         """Write the numbers of one logged step or validation, at once.
 
         Raises:
-            OSError: if the disk does not take them.
+            OSError: if they cannot be written.
         """
         step = values["step"]
         assert isinstance(step, int)
@@ -87,7 +87,7 @@ class Stderr:
         try:
             tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
         except OSError as error:
-            if error.errno in (errno.EIO, errno.EPIPE):  # nobody will read it again
+            if error.errno in (errno.EIO, errno.EPIPE):  # closed for good
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 

@@ -142,12 +142,12 @@ class RunDir:
             raise RunError(f"{error} Restore the file from the run's own copy.") from None
 
     def check_direction(self, allowed: Sequence[tuple[str, str]], option: str) -> tuple[str, str]:
-        """Return languages of source and target that this trained run translates between.
+        """Return a direction (source, target) of this trained run that is in `allowed`.
 
-        A run that is trained in both directions has both; the result is one of the `allowed`.
+        A run that is trained in both directions has two.
 
         Raises:
-            RunError: if it is not trained, or they are not `allowed` for the run of `option`.
+            RunError: if it is not trained, or none is allowed; the message names `option`.
         """
         data = self.config.data
         src_lang, tgt_lang = data.src_lang, data.tgt_lang

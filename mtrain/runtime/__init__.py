@@ -1,4 +1,4 @@
 """The process and its machine: device, threads, signals, process group, prefetching, versions.
 
-Knows nothing of models, batches and run folders.
+Independent of models, batches and run folders.
 """

@@ -57,8 +57,8 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 def avoid_cudnn_attention() -> None:
     """Disable cuDNN attention, which plans each new shape for up to a second.
 
-    PyTorch prefers it on some GPUs; batches have thousands of shapes. It stays as it is in the
-    process of another program.
+    PyTorch prefers it on some GPUs; batches have thousands of shapes. Without `own_process`, this
+    does nothing.
     """
     if is_own_process():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -67,7 +67,7 @@ def avoid_cudnn_attention() -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks, so that no step faults its memory in again.
 
-    The allocator stays as it is in the process of another program.
+    Without `own_process`, and on other systems than Linux, this does nothing.
     """
     if not sys.platform.startswith("linux") or not is_own_process():
         return
@@ -90,7 +90,7 @@ def processor() -> str:
 def processor_features() -> frozenset[str]:
     """Return the features of the processor, such as "avx2", as Linux names them.
 
-    They include only what the operating system lets programs use. Other systems name none.
+    They include only those that the operating system has enabled. Empty on other systems.
     """
     return frozenset(next(_cpuinfo("flags", "Features"), "").split())  # on x86 and ARM
 

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP: training stops between two updates, other verbs unwind at once."""
+"""SIGINT, SIGTERM, SIGHUP: training stops between two updates, other commands at once."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
 class Signals:
     """Records the first signal of `STOPPING`; the next one goes to the previous handlers.
 
-    SIGHUP does not: when a terminal is closed, both the shell and the kernel may send it. A signal
-    that the process ignores from its start, as nohup asks for, stays ignored.
+    Further SIGHUPs are ignored: when a terminal is closed, both the shell and the kernel may send
+    one. A signal that the process ignores from its start, as under nohup, stays ignored.
 
     Args:
-        may_repeat: further signals have no other effect: a launcher forwards those that a
-            cluster has already sent to every process.
+        may_repeat: ignore all further signals: a launcher forwards those that a cluster has
+            already sent to every process.
         stop: an event that another thread sets; it counts as SIGTERM.
     """
 
     def __init__(self, may_repeat: bool = False, stop: threading.Event | None = None) -> None:
         self._received, self._may_repeat, self._stop = 0, may_repeat, stop
-        in_main = threading.current_thread() is threading.main_thread()  # no other gets signals
+        in_main = threading.current_thread() is threading.main_thread()  # signal.signal needs it
         self._numbers = _not_ignored() if in_main else []
 
     @property

@@ -1,6 +1,6 @@
 """The process group that torchrun starts, by `torch.distributed`.
 
-Knows nothing of what the ranks compute.
+Independent of the computations of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtrain.runtime.process_group import ProcessGroup, TorchrunEnv
 # A rank that dies is noticed at once, when its connections close; this is for a machine that
 # vanishes without closing any.
 _TIMEOUT = timedelta(minutes=10)
-_NO_TIMEOUT = timedelta(days=30)  # while one rank does what the others wait for
+_NO_TIMEOUT = timedelta(days=30)  # for waits while one rank works
 _HEAD_START_S = 0.5  # of rank 0, which reports an error that all ranks have
 _LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
 
@@ -111,7 +111,7 @@ class TorchProcessGroup(ProcessGroup):
     def claim_error_report(self) -> bool:
         """Return True for the first rank that reports an error, False for every later one."""
         try:
-            if self._store.add("said", 0):  # before waiting: the host may exit
+            if self._store.add("said", 0):  # first, because the store's host may exit
                 return False
             if not self.is_first:
                 time.sleep(_HEAD_START_S)
@@ -122,7 +122,7 @@ class TorchProcessGroup(ProcessGroup):
     def close(self) -> None:
         """Wait for all ranks, leave the group, and end its threads.
 
-        A thread of a group that lives until Python ends may abort the process there.
+        A thread of a group that still runs when Python ends may abort the process.
         """
         self.barrier()
         dist.destroy_process_group()
@@ -170,7 +170,7 @@ def join(launch: TorchrunEnv) -> TorchProcessGroup:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Tell whether an error says that another rank is gone."""
+    """Tell whether an error means that another rank is gone."""
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()

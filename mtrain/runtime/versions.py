@@ -11,7 +11,7 @@ from mtrain.runtime.device import compute_dtype, pick_device, processor
 
 
 def describe() -> Iterator[str]:
-    """Yield versions, and the device and precision that `auto` stands for."""
+    """Yield versions, and the device and precision that `auto` selects."""
     device = pick_device("auto")
     dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     yield f"python     {platform.python_version()}"

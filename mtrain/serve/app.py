@@ -1,4 +1,4 @@
-"""The HTTP interface as an ASGI application: routes, and what they answer."""
+"""The HTTP interface as an ASGI application: routes and their handlers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _MAX_CHARS = 5000  # of a text that detection reads
 
 
 def find_code(code: str, codes: Sequence[str]) -> str | None:
-    """Return the one of `codes` that equals `code` but for case, or is its alias; else None."""
+    """Return the one of `codes` that is `code` or an alias of it, ignoring case; else None."""
     lower = code.lower()
     aliases = {lower}.union(*(names for names in _ALIASES if lower in names))
     by_lower = {known.lower(): known for known in codes}
@@ -35,7 +35,7 @@ class LanguageDetector:
     """Detects which of several languages a text is in; thread-safe.
 
     Args:
-        codes: the languages; those that py3langid does not know are never detected.
+        codes: the languages; those that py3langid does not support are never detected.
     """
 
     def __init__(self, codes: Sequence[str]) -> None:
@@ -55,9 +55,9 @@ class LanguageDetector:
             self._identifier.set_languages(sorted(self._code_of))
 
     def rank(self, text: str) -> list[Detected]:
-        """Return at most three languages, the likeliest first.
+        """Return at most `_MAX_DETECTED` languages, the likeliest first.
 
-        For a text without letters it is the first of the languages, with confidence 0.
+        Without letters or supported languages: the first language, with confidence 0.
         """
         if not self._code_of or not has_letters(text):
             return [Detected(self._codes[0], 0.0)]

@@ -9,7 +9,7 @@ _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """Counts requests by path and status, and how long they take; for the event loop's thread."""
+    """Counts requests by path and status, and their durations; not thread-safe."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()

@@ -1,4 +1,4 @@
-"""How many requests a client may send a minute."""
+"""Limit the requests of each client per minute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections import OrderedDict
 
-_MAX_CLIENTS = 10_000  # that are remembered; the one that asked longest ago is forgotten
+_MAX_CLIENTS = 10_000  # with a bucket; the least recent one is dropped
 
 
 class RateLimit:

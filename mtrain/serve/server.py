@@ -1,4 +1,4 @@
-"""Listens on a socket until a signal ends it."""
+"""Listen on a socket, and answer requests until a signal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mtrain.serve.translation import Translations
 logger = logging.getLogger("mtrain")
 
 _GRACE_S = 8  # for the translations that run when a signal ends the server
-_HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
-_KEEP_ALIVE_S = 5  # that a connection stays open after an answer
+_HEAD_TIMEOUT_S = 20.0  # for the head of a request to arrive
+_KEEP_ALIVE_S = 5  # idle time after which a connection is closed
 _MAX_HEAD_BYTES = 65_536
 _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
 _CONNECTIONS = 4  # for each of `max_requests`; more are refused
@@ -66,7 +66,7 @@ class _Protocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
-        except HttpParserUpgrade as upgrade:  # llhttp takes the body for that protocol
+        except HttpParserUpgrade as upgrade:  # llhttp treats the body as data of that protocol
             method, body = self.parser.get_method(), data[upgrade.args[0] :]
             if method == b"CONNECT":
                 raise HttpParserError("CONNECT is for proxies") from None

@@ -1,4 +1,4 @@
-"""The address and the limits of a server. Imports nothing heavy."""
+"""The address and the limits of a server. Imports no package that is slow to load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translate texts between all languages that the runs connect. Knows no HTTP."""
+"""Translate texts between all languages that the runs connect. Independent of HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of a translation, as its alignment counts them, and how sure the model was of each."""
+"""The words of a translation, numbered as in its alignment, and the probability of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Training: the loop, gradients, schedule, optimizer state, checkpoints, and what is logged.
 
-Knows nothing of evaluation on test sets, exports and the command line.
+Independent of evaluation on test sets, exports and the command line.
 """

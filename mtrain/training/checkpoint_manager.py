@@ -33,7 +33,7 @@ class CheckpointManager:
         """Return the newest undamaged checkpoint on rank 0's disk; None if there are none.
 
         Raises:
-            RunError: if there are checkpoints, but all are damaged.
+            RunError: if there are checkpoints, but none to resume from.
         """
         step = -1
         if self.process_group.is_first:

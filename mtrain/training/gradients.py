@@ -1,6 +1,6 @@
 """Gradients of an update: forward and backward in threads, out-of-memory halving, loss scaling.
 
-Knows nothing of optimizers, checkpoints or process groups.
+Independent of optimizers, checkpoints and process groups.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Gradients:
         self.backward_batch(batch, batch.num_tgt_tokens)
 
     def warm_up(self, batch: Batch) -> None:
-        """Prepare the first update; `batch` has passed `probe_memory`."""
+        """Do nothing; DDP overrides it. `batch` has passed `probe_memory`."""
 
     def backward_batch(
         self, batch: Batch, num_tokens: float, seeds: Iterator[int] | None = None

@@ -64,7 +64,7 @@ class BatchedMuon(UncompiledOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the matrices; there is no closure."""
         found_inf = self.found_inf
-        if found_inf is not None and found_inf.device.type == "cpu":  # elsewhere, reading it waits
+        if found_inf is not None and found_inf.device.type == "cpu":  # a GPU would synchronise
             if found_inf:
                 return
             found_inf = None
@@ -100,7 +100,7 @@ class BatchedMuon(UncompiledOptimizer):
             (len(grads), *grads[0].shape), dtype=torch.bfloat16, device=grads[0].device
         )
         torch._foreach_copy_(list(momenta_NAB), grads)
-        # by match_rms_adamw
+        # match_rms_adamw (Liu et al. 2025, arXiv 2502.16982)
         step_size = lr * 0.2 * math.sqrt(max(matrices[0].shape)) * factor
         updates_NAB = orthogonalised(momenta_NAB).to(matrices[0].dtype) * step_size
         if group["weight_decay"]:

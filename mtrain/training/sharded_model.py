@@ -27,9 +27,8 @@ _STACKS = ("encoder", "decoder")  # attributes of the model, in the order of gat
 class LockstepGroup(ProcessGroup):
     """A process group whose ranks run the layers of a sharded model in lockstep.
 
-    Every other collective waits until no rank has a pass left to make.
-
-    If ranks wait for different `stacks` of layers, the first runs first.
+    If ranks wait for different stacks, the one that is first in `stacks` runs first. Every other
+    collective waits until no rank has a pass left to make.
     """
 
     def __init__(self, process_group: ProcessGroup, stacks: Sequence[Stack]) -> None:
@@ -37,7 +36,7 @@ class LockstepGroup(ProcessGroup):
         self.rank, self.size = process_group.rank, process_group.size
 
     def start_pass(self, number: int) -> None:
-        """Wait until it is the turn of stack `number`; take part in gathering earlier stacks."""
+        """Wait until no rank needs a stack before `number`; take part in gathering those."""
         while (first := int(self._process_group.all_reduce_min(number))) != number:
             for layer in self._stacks[first]:
                 layer.unshard()

@@ -80,7 +80,7 @@ def train(
 ) -> bool:
     """Train in `run`, from its newest checkpoint if there is one, and write the final weights.
 
-    Returns False if the training had ended before.
+    Returns False if the training had already ended, with final weights.
 
     Args:
         config: of the training, the same on every rank.
@@ -189,7 +189,7 @@ class Trainer:
     def run(self, signals: Signals, last_step: int | None = None) -> None:
         """Train until the budget or the patience is used up, or a signal is received.
 
-        A replay stops at `last_step` at the latest, without a final validation.
+        `last_step` limits a replay; it has a final validation only if the training is finished.
         """
         progress = self.state.progress
         self.signals, self.clock = signals, time.monotonic() - progress.elapsed_s
@@ -487,7 +487,7 @@ class Trainer:
         self.log.say(f"stops    {format_stopping_rule(self.settings)}")
 
     def probe_memory(self) -> None:
-        """Run the largest batches to see whether they fit into memory; restore all other state."""
+        """Run the largest batches, which sets `oom_size`; restore all other state."""
         state = random_state()
         for phase in range(len(self.data.ends) + 1):
             self.data.enter(phase)
@@ -501,7 +501,7 @@ class Trainer:
         set_random_state(state)
 
     def _check_weights(self) -> None:
-        """Check the weights before they are scored or saved."""
+        """Raise RunError if a weight is not finite."""
         if not self.state.is_finite():
             raise RunError(f"the weights are no longer finite numbers; {self._advice()}")
 
@@ -517,7 +517,7 @@ class Trainer:
         return is_finished(self.settings, self.state.progress)
 
     def _is_past_start(self) -> bool:
-        """Return whether outputs should depend on the source by now; early in training none do."""
+        """Return whether outputs should depend on the source; early in training they do not."""
         num_steps = max(_MIN_STEPS, _MIN_WARMUPS * self.settings.warmup_steps)
         return self.state.progress.step >= num_steps or self._budget_spent() >= 0.5
 
