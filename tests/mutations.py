@@ -190,21 +190,21 @@ MODEL = [
         "mtrain/decode/translator.py",
         "[tgt.pad, tgt.bos, *tgt.tags.values()]",
         "[tgt.pad, tgt.bos]",
-        "tests/training/test_synthetic.py -k no_search_writes",
+        "tests/training/test_synthetic.py -k decoding_never_generates",
     ),
     Mutation(
         "held-out text stays in synthetic pairs",
         "mtrain/augmentation/pair_rules.py",
         "            is_held |= ",
         "            _ = ",
-        "tests/augmentation/test_augment.py -k stands_in",
+        "tests/augmentation/test_augment.py -k held_out_set",
     ),
     Mutation(
         "a stopped augmentation begins anew",
         "mtrain/augmentation/augment.py",
         "        first = num_done * PART_LINES\n",
         "        first = 0\n",
-        "tests/augmentation/test_augment.py -k goes_on",
+        "tests/augmentation/test_augment.py -k interrupted",
     ),
     model(
         "sinusoids count from 1",
@@ -980,27 +980,27 @@ TRAINING = [
         "gradients not cleared",
         "            optimizer.step()\n            optimizer.zero_grad(set_to_none=True)\n",
         "            optimizer.step()\n",
-        "stopped_and_went_on",
+        "resumed_training_equals",
     ),
     train(
         "resumes at the first batch",
         "Position(progress.epoch, progress.batch)",
         "Position(progress.epoch, 0)",
-        "stopped_and_went_on",
+        "resumed_training_equals",
     ),
     Mutation(
         "resumes without Adam's moments",
         "mtrain/training/training_state.py",
         '        self._restore_optimizer(optimizer, path / "optimizer.safetensors")\n',
         "",
-        "tests/training/test_trainer.py -k stopped_and_went_on",
+        "tests/training/test_trainer.py -k resumed_training_equals",
     ),
     Mutation(
         "resumes without the random state",
         "mtrain/training/training_state.py",
         "            set_random_state(optimizer)\n",
         "            pass\n",
-        "tests/training/test_trainer.py -k stopped_and_went_on",
+        "tests/training/test_trainer.py -k resumed_training_equals",
     ),
     train(
         "the worse of average and best is kept",
@@ -1340,37 +1340,37 @@ DATA_PARALLEL = [
         "the exchange is taken for a sum over the ranks",
         "update.num_tokens / (scale * size)",
         "update.num_tokens / scale",
-        "gradient_of_an_update_is",
+        "gradient_of_an_update_equals",
     ),
     data_parallel(
         "the batches that only fill up a rank's number count",
         "math.inf if micro_batch.is_dummy else num_tokens",
         "num_tokens",
-        "gradient_of_an_update_is",
+        "gradient_of_an_update_equals",
     ),
     data_parallel(
         "all ranks drop the same elements",
         ".tolist()[rank::size]",
         ".tolist()[: len(update.micro_batches)]",
-        "training_is_that_of_one_process",
+        "training_on_several_ranks_equals_one_process",
     ),
     data_parallel(
         "a rank does not hear of another's lack of memory",
         "self.process_group.all_reduce_min(self.oom_size)",
         "self.oom_size",
-        "rank_short_of_memory",
+        "one_rank_out_of_memory",
     ),
     data_parallel(
         "gradients always travel in float32",
         "torch.bfloat16 if exchange",
         "torch.float32 if exchange",
-        "travel_in_bfloat16",
+        "exchanged_in_bfloat16",
     ),
     data_parallel(
         "gradients always travel in bfloat16",
         'if exchange == "bfloat16" else None',
         "if exchange else None",
-        "gradient_of_an_update_is",
+        "gradient_of_an_update_equals",
     ),
 ]
 
@@ -1403,7 +1403,7 @@ CHECKPOINTS = [
         "a stop off the grid takes the place of a checkpoint that is due",
         "for step in checkpoint.steps(self.directory) if self.is_due(step, progress)",
         "for step in checkpoint.steps(self.directory)",
-        "stop_off_the_grid",
+        "stop_between_checkpoint_steps",
     ),
     manager(
         "damaged checkpoints are averaged",
@@ -1415,13 +1415,13 @@ CHECKPOINTS = [
         "checkpoints of another model are taken",
         " and config.model != old.model:",
         " and config.model is None:",
-        "another_model_is_refused",
+        "changed_model_config_is_refused",
     ),
     manager(
         "the final weights of a lower target are taken for those of a higher one",
         "info.last_step == step",
         "info.last_step > 0",
-        "higher_target_does_not_leave",
+        "raised_max_steps_does_not_leave",
     ),
 ]
 
@@ -1458,7 +1458,7 @@ CONFIG = [
         "mtrain/config/corpora.py",
         "== 2 <= 1 + min(columns)",
         "== 2",
-        "tests/corpus/test_formats.py -k a_form_that_is_not_whole_is_an_error_with_its_key",
+        "tests/corpus/test_formats.py -k an_invalid_corpus_section",
     ),
 ]
 
@@ -1650,28 +1650,28 @@ EXPORTS = [
         "two products of 8 bits overflow in 16",
         "_MAX_INT8 = 63",
         "_MAX_INT8 = 127",
-        ".py -k 8_bits_are_near",
+        ".py -k int8_weights_are_near",
     ),
     onnx(
         "onnx_graphs",
         "a matrix that is tied is stored twice",
         "do_constant_folding=False",
         "do_constant_folding=True",
-        ".py -k 8_bits_are_near",
+        ".py -k int8_weights_are_near",
     ),
     onnx(
         "onnx",
         "transformers.js may write padding",
         '"suppress_tokens": [tgt.pad, tgt.bos]',
         '"suppress_tokens": [tgt.bos]',
-        ".py -k what_transformers_js_looks_for",
+        ".py -k files_and_settings_that_transformers_js_reads",
     ),
     onnx(
         "onnx",
         "the limit for transformers.js leaves no room for bos",
         "decoding.max_extra_tokens + 2",
         "decoding.max_extra_tokens + 1",
-        ".py -k what_transformers_js_looks_for",
+        ".py -k files_and_settings_that_transformers_js_reads",
     ),
     onnx(
         "tokenizer_json",
@@ -1706,10 +1706,10 @@ EXPORTS = [
 INTERFACE = " ".join(
     f"tests/serve/test_interface.py::test_{name}"
     for name in (
-        "two_runs_translate_where_none_does_and_say_so",
-        "a_text_of_blank_lines_has_no_other_translation",
-        "a_form_whose_text_is_not_escaped_is_read_as_utf_8",
-        "a_client_with_too_many_requests_is_told_when_to_go_on",
+        "a_pair_without_its_own_run_is_translated_through_a_pivot_that_is_named",
+        "blank_text_has_no_alternatives",
+        "an_unescaped_form_is_read_as_utf_8",
+        "a_client_over_its_rate_limit_gets_429_with_retry_after",
     )
 )
 HTML = "tests/serve/test_html_text.py"

@@ -1,4 +1,4 @@
-"""What `import mtrain` offers: lines to lines, mistakes as exceptions, all as the verbs do."""
+"""The Python interface: it translates and trains as the command line does; mistakes raise."""
 
 import ast
 import asyncio
@@ -41,7 +41,7 @@ def model(trained: RunDir) -> mtrain.Model:
     return mtrain.load(trained.path)
 
 
-def test_every_name_of_the_interface_is_there_and_is_what_type_checkers_are_told() -> None:
+def test_every_public_name_exists_has_a_docstring_and_is_declared_for_type_checkers() -> None:
     text = Path(mtrain.__file__).read_text("utf-8")
     (typed,) = (node for node in ast.parse(text).body if isinstance(node, ast.If))
     told = {name.name for node in typed.body for name in node.names}  # type: ignore[attr-defined]
@@ -76,17 +76,17 @@ print([number for number, (a, b) in enumerate(zip(before, settings(), strict=Tru
 """
 
 
-def test_a_program_that_translates_keeps_its_settings(trained: RunDir) -> None:
-    """Its number of threads, in old and new ones, its random numbers, signals and backends."""
+def test_translating_keeps_the_settings_of_the_calling_program(trained: RunDir) -> None:
+    """Number of threads, in old and new threads, random state, signal handlers and backends."""
     command = [sys.executable, "-c", SETTINGS, str(trained.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_two_models_translate_at_once_as_each_does_alone(
+def test_two_models_in_two_threads_translate_as_one_model_alone(
     trained: RunDir, model: mtrain.Model
 ) -> None:
-    """And leave the number of PyTorch's threads to old threads and to new ones."""
+    """The number of PyTorch's threads stays the same in old and new threads."""
     torch.set_num_threads(2)
     lines = [pair.src for pair in copy_task(20, 5)]
     expected = model.translate(lines)
@@ -99,19 +99,19 @@ def test_two_models_translate_at_once_as_each_does_alone(
         assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'tarin'"):
         mtrain.tarin  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_functions_stay_functions_whatever_was_imported(trained: RunDir) -> None:
-    """A package of the same name would replace a function once anything imports it."""
+def test_public_names_are_not_replaced_by_modules_after_evaluate(trained: RunDir) -> None:
+    """A subpackage of the same name would replace a function when it is imported."""
     mtrain.evaluate(trained.path)
     for name in mtrain.__all__:
         assert type(getattr(mtrain, name)).__name__ != "module", name
 
 
-def test_lines_become_what_the_command_line_writes(
+def test_translations_equal_those_of_the_command_line(
     cli: Cli, trained: RunDir, model: mtrain.Model
 ) -> None:
     lines = [pair.src for pair in copy_task(20, 3)]
@@ -120,7 +120,9 @@ def test_lines_become_what_the_command_line_writes(
     assert model.translate(iter(lines)) == by_verb.lines
 
 
-def test_odd_lines_are_one_line_each(model: mtrain.Model) -> None:
+def test_blank_lines_line_breaks_and_surrogates_give_one_translation_each(
+    model: mtrain.Model,
+) -> None:
     odd = ["", "  ", "ba ce\n", "ba ce\r\n", "ba\nce", "ba\r\nce", "ba \ud800 ce"]
     found = model.translate(odd)
     assert found[:6] == ["", "", "ba ce", "ba ce", "ba ce", "ba ce"]
@@ -128,13 +130,13 @@ def test_odd_lines_are_one_line_each(model: mtrain.Model) -> None:
     assert model.translate([]) == []
 
 
-def test_an_open_file_is_lines(model: mtrain.Model, tmp_path: Path) -> None:
+def test_the_lines_of_an_open_file_are_translated(model: mtrain.Model, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("ba ce\n\ndi fo\n", encoding="utf-8")
     with (tmp_path / "in").open(encoding="utf-8") as file:
         assert model.translate(file) == ["ba ce", "", "di fo"]
 
 
-def test_a_line_that_is_too_long_is_cut_with_a_warning_that_names_it_in_every_call(
+def test_each_call_warns_about_a_too_long_line_with_its_line_number(
     model: mtrain.Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -156,20 +158,20 @@ def test_a_line_that_is_too_long_is_cut_with_a_warning_that_names_it_in_every_ca
         (None, "`lines` must be a list of lines, but is None instead."),
     ],
 )
-def test_what_is_no_list_of_lines_is_an_error(model: mtrain.Model, lines: Any, said: str) -> None:
+def test_an_invalid_list_of_lines_is_an_error(model: mtrain.Model, lines: Any, said: str) -> None:
     with pytest.raises(mtrain.UserError) as error:
         model.translate(lines)
     assert str(error.value) == said
 
 
-def test_settings_are_taken_from_the_run_unless_given(trained: RunDir) -> None:
+def test_decoding_options_come_from_the_run_unless_given_to_load(trained: RunDir) -> None:
     own = replace(DecodingOptions.from_config(trained.config), with_scores=False)
     assert mtrain.load(trained.path).translator.options == own
     changed = mtrain.load([trained.path], beam=1, length_alpha=0.0, device="cpu")
     assert changed.translator.options == replace(own, beam=1, length_alpha=0.0)
 
 
-def test_mistakes_are_exceptions_in_the_grammar_of_the_command_line(
+def test_invalid_arguments_raise_exceptions_with_command_line_messages(
     trained: RunDir, tmp_path: Path
 ) -> None:
     with pytest.raises(mtrain.RunError, match="must be a run folder, but does not exist"):
@@ -204,7 +206,7 @@ def test_mistakes_are_exceptions_in_the_grammar_of_the_command_line(
         mtrain.train(tmp_path / "absent.yaml")
 
 
-def test_a_mapping_a_file_and_a_config_are_one(tmp_path: Path) -> None:
+def test_a_mapping_a_file_and_a_config_object_load_the_same_config(tmp_path: Path) -> None:
     path = write_task(tmp_path)
     config = mtrain.load_config(path, ["seed=3"], tmp_path / "other")
     assert (config.seed, config.run_dir) == (3, str(tmp_path / "other"))
@@ -216,7 +218,9 @@ def test_a_mapping_a_file_and_a_config_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_training_wants_gradients_whatever_its_caller_wants(mode: Any, tmp_path: Path) -> None:
+def test_training_under_no_grad_or_inference_mode_gives_the_same_weights(
+    mode: Any, tmp_path: Path
+) -> None:
     tree, few = tiny_tree(tmp_path), ["training.max_steps=4", "training.validate_every=4"]
     expected = mtrain.train(mtrain.load_config(tree, few, tmp_path / "plain"))
     with mode():
@@ -225,10 +229,10 @@ def test_training_wants_gradients_whatever_its_caller_wants(mode: Any, tmp_path:
     assert (found / name).read_bytes() == (expected / name).read_bytes()
 
 
-def test_training_from_a_mapping_in_a_thread_gives_what_the_verb_gives(
+def test_training_from_a_mapping_in_a_thread_equals_training_by_command_line(
     cli: Cli, tmp_path: Path
 ) -> None:
-    """No thread but the main one may catch signals; a notebook's server may train in another."""
+    """Only the main thread may handle signals, but a notebook may train in another thread."""
     runs: list[Path] = []
     tree = tiny_tree(tmp_path, reverse_task)
     thread = threading.Thread(target=lambda: runs.append(mtrain.train(tree)))
@@ -266,7 +270,7 @@ def test_a_long_line_has_the_same_translation_in_validation_eval_translate_and_t
     assert cli("translate", run.path, "--beam", "1", stdin=stdin).lines == validation
 
 
-def test_details_are_what_the_command_line_writes_as_json(
+def test_details_equal_the_jsonl_output_of_the_command_line(
     cli: Cli, trained: RunDir, model: mtrain.Model
 ) -> None:
     lines = ["ba ce", "", "di fo gu ba. " * 8, "\N{SNOWMAN} ba"]
@@ -289,7 +293,7 @@ def test_details_are_what_the_command_line_writes_as_json(
     assert [one.text for one in found] == model.translate(lines, options)
 
 
-def test_every_option_of_a_call_is_that_of_the_command_line(
+def test_options_of_a_call_translate_like_the_flags_of_the_command_line(
     cli: Cli, trained: RunDir, model: mtrain.Model, tmp_path: Path
 ) -> None:
     lines, prefixes = ["ba ce di", "fo gu"], ["di", "gu"]
@@ -331,7 +335,7 @@ def test_an_option_out_of_range_is_an_error_that_names_it(
     assert str(error.value).startswith(said)
 
 
-def test_samples_and_options_of_a_call_are_checked_too(model: mtrain.Model) -> None:
+def test_invalid_sampling_values_and_options_of_a_call_are_errors(model: mtrain.Model) -> None:
     with pytest.raises(
         mtrain.ConfigError, match=r"`temperature` must be between 0\.01 and 100, bu"
     ):
@@ -344,7 +348,7 @@ def test_samples_and_options_of_a_call_are_checked_too(model: mtrain.Model) -> N
         model.translate(["ba"], {"beam": 1})  # type: ignore[call-overload]
 
 
-def test_the_other_engine_translates_as_the_command_line_does_and_refuses_what_it_has_not(
+def test_ctranslate2_translates_like_the_command_line_and_refuses_unsupported_options(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
@@ -358,7 +362,9 @@ def test_the_other_engine_translates_as_the_command_line_does_and_refuses_what_i
     ours = mtrain.load(path, beam=2).translate(lines, details=True)
     assert [each.text for each in details] == verb.lines
     scores = [each.score for each in ours]
-    assert [each.score for each in details] == pytest.approx(scores, abs=1e-3)  # it masks pad
+    assert [each.score for each in details] == pytest.approx(
+        scores, abs=1e-3
+    )  # CTranslate2 masks padding
     assert details[0].token_log_probs == ()
     greedy = replace(model.options, beam=1)
     assert model.translate(lines, greedy) == mtrain.load(path, beam=1).translate(lines)
@@ -395,7 +401,7 @@ NEWER = "must be of mtrain 0.2.0 or older, but was written by mtrain 0.10.3; ins
         *("export RUN new --to huggingface", "train CONFIG", "tokenize CONFIG", "train TUNED"),
     ],
 )
-def test_a_run_folder_of_a_newer_version_is_said_to_be_that_whatever_is_in_it(
+def test_a_run_folder_of_a_newer_version_is_reported_once_by_each_command(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -418,7 +424,7 @@ def test_a_run_folder_of_a_newer_version_is_said_to_be_that_whatever_is_in_it(
     assert said.count(NEWER) == 1
 
 
-def test_a_run_folder_of_a_newer_patch_is_read(trained: RunDir, tmp_path: Path) -> None:
+def test_a_run_folder_of_a_newer_patch_version_is_read(trained: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
     text = run.config_path.read_text("utf-8")
     assert mtrain.__version__.count(".") == 2
@@ -427,7 +433,7 @@ def test_a_run_folder_of_a_newer_patch_is_read(trained: RunDir, tmp_path: Path) 
     assert mtrain.load(run.path).translate(["ba ce"]) == ["ba ce"]
 
 
-def test_a_text_keeps_its_lines_and_indents(model: mtrain.Model) -> None:
+def test_translate_text_keeps_line_breaks_and_indents(model: mtrain.Model) -> None:
     text = "ba ce\r\n\r\n  di fo  \n\t\n\nfo"
     assert model.translate_text(text) == "ba ce\r\n\r\n  di fo  \n\t\n\nfo"
     assert model.translate_text("") == ""
@@ -435,7 +441,7 @@ def test_a_text_keeps_its_lines_and_indents(model: mtrain.Model) -> None:
         model.translate_text(3)  # type: ignore[arg-type]
 
 
-def test_a_call_has_its_own_limits(model: mtrain.Model) -> None:
+def test_a_call_can_limit_characters_and_time_and_be_cancelled(model: mtrain.Model) -> None:
     with pytest.raises(mtrain.DataError, match="`lines` must have at most 4 characters"):
         model.translate(["ba", "ce."], max_chars=4)
     assert model.translate(["ba", "ce"], max_chars=4) == ["ba", "ce"]
@@ -447,7 +453,7 @@ def test_a_call_has_its_own_limits(model: mtrain.Model) -> None:
         model.translate(["ba ce " * 40] * 40, cancel=cancelled)
 
 
-def test_flags_and_warnings_are_those_of_the_call_in_every_thread(model: mtrain.Model) -> None:
+def test_concurrent_calls_get_only_their_own_flags_and_warnings(model: mtrain.Model) -> None:
     def warned(number: int) -> list[str]:
         said: list[str] = []
         line = "ba ce" if number % 2 else "\N{SNOWMAN}"
@@ -462,7 +468,7 @@ def test_flags_and_warnings_are_those_of_the_call_in_every_thread(model: mtrain.
             assert said == expected[number % 2]
 
 
-def test_it_works_beside_an_event_loop(model: mtrain.Model) -> None:
+def test_translate_runs_in_threads_of_an_asyncio_event_loop(model: mtrain.Model) -> None:
     async def both() -> list[list[str]]:
         one, other = (asyncio.to_thread(model.translate, [line]) for line in ("ba ce", "di fo"))
         return await asyncio.gather(one, other)
@@ -470,7 +476,7 @@ def test_it_works_beside_an_event_loop(model: mtrain.Model) -> None:
     assert asyncio.run(both()) == [["ba ce"], ["di fo"]]
 
 
-def test_loading_and_translating_leave_the_process_as_it_was(trained: RunDir) -> None:
+def test_loading_and_translating_leave_the_process_state_unchanged(trained: RunDir) -> None:
     def state() -> list[object]:
         return [
             torch.get_rng_state().tolist(),
@@ -487,7 +493,7 @@ def test_loading_and_translating_leave_the_process_as_it_was(trained: RunDir) ->
     assert state() == before
 
 
-def test_objects_say_what_they_are_and_exceptions_survive_pickling(
+def test_models_have_a_repr_and_identity_and_exceptions_survive_pickling(
     trained: RunDir, model: mtrain.Model
 ) -> None:
     assert repr(model) == f"<mtrain.Model of {trained.path}>"
@@ -502,7 +508,7 @@ def test_objects_say_what_they_are_and_exceptions_survive_pickling(
     assert pickle.loads(pickle.dumps(mtrain.Stopped(15))).signal_number == 15
 
 
-def test_a_training_logs_tells_its_numbers_and_stops_when_it_is_told_to(
+def test_training_reports_metrics_stops_at_the_stop_event_and_resumes_identically(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tree = tiny_tree(tmp_path)

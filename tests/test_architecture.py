@@ -1,4 +1,4 @@
-"""Hold the package to the order of its folders, to light imports, and to readable modules."""
+"""The import order of the folders, light imports, and limits on the size of modules."""
 
 import ast
 import functools
@@ -114,7 +114,7 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stderr.rpartition("loaded")[2].split())
 
 
-def test_every_folder_and_module_has_a_place_in_the_order() -> None:
+def test_every_folder_and_module_is_in_the_import_order() -> None:
     assert {folder(module) for module in MODULES} - {"__init__"} == set(ORDER)
 
 
@@ -136,18 +136,18 @@ def test_the_modules_of_a_folder_import_each_other_without_a_cycle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_a_cycle_would_be_noticed() -> None:
+def test_the_topological_sort_refuses_a_cycle() -> None:
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
 
 
-def test_only_four_modules_stand_outside_the_folders() -> None:
+def test_only_four_modules_are_outside_the_folders() -> None:
     outside = {module for module in MODULES if "/" not in module}
     assert outside == {"__init__", "__main__", "api", "errors"}
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])
-def test_a_folder_has_about_a_dozen_modules_and_says_what_it_must_not_know(name: str) -> None:
+def test_a_folder_has_few_modules_and_only_a_long_docstring_in_its_init(name: str) -> None:
     most = MOST_MODULES if name != "cli" else MOST_VERBS + 5
     assert len(list((PACKAGE / name).glob("*.py"))) <= most
     docstring = ast.get_docstring(tree(f"{name}/__init__")) or ""
@@ -160,13 +160,13 @@ def test_no_class_name_is_used_twice() -> None:
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
-def test_imports_inside_functions_and_under_type_checking_are_seen() -> None:
+def test_imports_inside_functions_and_under_type_checking_are_found() -> None:
     assert {"run/run_dir", "decode/translator"} <= imported_modules("cli/translate")
     assert "run/checkpoint" in imported_modules("training/trainer")
 
 
-def test_the_package_itself_knows_the_interface_alone_and_nothing_when_it_is_imported() -> None:
-    """Every module may import it, for the version."""
+def test_importing_mtrain_loads_no_submodule_and_its_init_imports_only_the_interface() -> None:
+    """Every module may import the package itself, for its version."""
     assert {folder(name) for name in imported_modules("__init__")} <= {
         "api",
         "augmentation",
@@ -181,7 +181,7 @@ def test_the_package_itself_knows_the_interface_alone_and_nothing_when_it_is_imp
     assert done.stdout.split() == ["mtrain"]
 
 
-def test_a_config_and_an_error_of_the_interface_load_no_heavy_package() -> None:
+def test_accessing_user_error_config_and_load_imports_no_heavy_package() -> None:
     assert loaded_after("import mtrain; mtrain.UserError, mtrain.Config, mtrain.load") == set()
 
 
@@ -196,7 +196,7 @@ def test_no_module_imports_pickle() -> None:
     assert [module for module in MODULES if imported_packages(module) & refused] == []
 
 
-def test_no_function_is_longer_than_a_screen() -> None:
+def test_no_function_is_longer_than_80_lines() -> None:
     assert [
         (module, node.name, length)
         for module in MODULES
@@ -205,11 +205,11 @@ def test_no_function_is_longer_than_a_screen() -> None:
     ] == []
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [module for module in MODULES if not ast.get_docstring(tree(module))] == []
 
 
-def test_the_probe_for_loaded_packages_finds_them() -> None:
+def test_the_check_for_loaded_packages_finds_torch_and_numpy() -> None:
     assert loaded_after("import mtrain.data.batch") == {"torch", "numpy"}
 
 
@@ -237,14 +237,14 @@ def test_help_and_a_config_error_load_no_heavy_package(arguments: list[str]) -> 
     assert loaded_after(code) == set()
 
 
-def test_a_wrong_key_loads_no_heavy_package(tmp_path: Path) -> None:
+def test_an_unknown_config_key_loads_no_heavy_package(tmp_path: Path) -> None:
     arguments = ["train", str(write_task(tmp_path)), "--set", "model.d_modl=8"]
     code = f"import sys; from mtrain.cli.main import main; sys.argv[1:] = {arguments!r}; main()"
     assert loaded_after(code) == set()
 
 
 def names_of_mtrain(script: Path) -> Iterator[tuple[ModuleType, str]]:
-    """Yield what a script takes from mtrain: a module, and the name that it must have."""
+    """Yield each name of mtrain that a script uses, with the module that must define it."""
     parsed = ast.parse(script.read_text(encoding="utf-8"))
     modules: dict[str, ModuleType] = {}
     for node in ast.walk(parsed):
@@ -264,12 +264,12 @@ def names_of_mtrain(script: Path) -> Iterator[tuple[ModuleType, str]]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_benchmark_names_only_what_there_is(script: Path) -> None:
+def test_a_benchmark_uses_only_names_that_exist_in_mtrain(script: Path) -> None:
     named = names_of_mtrain(script)
     assert {f"{own.__name__}.{name}" for own, name in named if not hasattr(own, name)} == set()
 
 
-def test_what_a_benchmark_names_is_found(tmp_path: Path) -> None:
+def test_the_names_that_a_script_uses_from_mtrain_are_found(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from mtrain import __version__\nfrom mtrain.io import atomic as own\nown.nothing()\n"
@@ -280,7 +280,7 @@ def test_what_a_benchmark_names_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_no_two_test_files_have_one_name() -> None:
+def test_no_two_test_files_have_the_same_name() -> None:
     """Pytest imports them by their name alone."""
     names = Counter(path.name for path in (REPOSITORY / "tests").rglob("*.py"))
     assert [name for name, count in names.items() if count > 1] == []

@@ -1,4 +1,4 @@
-"""The list of mutations cannot rot: each still has a text of its own to replace."""
+"""The list of mutations stays valid: each has text that occurs once in its file."""
 
 import ast
 import shutil
@@ -14,7 +14,7 @@ from mtrain.ops import build
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutations_text_stands_exactly_once_in_its_file_and_leaves_it_code(
+def test_a_mutations_text_occurs_once_in_its_file_and_its_change_keeps_valid_code(
     mutation: Mutation, tmp_path: Path
 ) -> None:
     text = (REPOSITORY / mutation.file).read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def test_a_mutations_text_stands_exactly_once_in_its_file_and_leaves_it_code(
 
 
 def meaning(file: Path, text: str) -> str:
-    """Return a file without its comments, if it is well formed."""
+    """Return the syntax tree or preprocessed C of a file; an error if it is malformed."""
     return ast.dump(ast.parse(text)) if file.suffix == ".py" else preprocessed(file, text)
 
 
@@ -44,7 +44,7 @@ def preprocessed(file: Path, text: str) -> str:
     return done.stdout
 
 
-def test_mutations_have_names_of_their_own_and_tests_that_exist() -> None:
+def test_mutations_have_unique_names_and_test_files_that_exist() -> None:
     counts = Counter(mutation.name for mutation in MUTATIONS)
     assert [name for name, count in counts.items() if count > 1] == []
     for mutation in MUTATIONS:
@@ -53,7 +53,7 @@ def test_mutations_have_names_of_their_own_and_tests_that_exist() -> None:
         assert files and all((REPOSITORY / file).is_file() for file in files)
 
 
-def test_a_text_that_is_not_there_or_there_twice_is_refused() -> None:
+def test_mutated_text_that_occurs_zero_or_two_times_is_refused() -> None:
     lost = Mutation("lost", "a.py", "x = 1", "x = 2", "tests")
     with pytest.raises(AssertionError, match="stands 0 times"):
         mutations.mutated(lost, "y = 1\n")
@@ -61,6 +61,6 @@ def test_a_text_that_is_not_there_or_there_twice_is_refused() -> None:
         mutations.mutated(lost, "x = 1\nx = 1\n")
 
 
-def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_mutation_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert mutations.main(["flip everything"]) == 2
     assert "flip everything" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def used(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_a_private_name_is_still_there(name: str) -> None:
+def test_a_private_name_still_exists(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     try:
         importlib.import_module(name)
@@ -71,7 +71,7 @@ def test_a_private_name_is_still_there(name: str) -> None:
         assert hasattr(importlib.import_module(module), attribute), PRIVATE[name]
 
 
-def test_no_other_private_names_are_used() -> None:
+def test_only_the_listed_private_names_are_used() -> None:
     found = {name for path in PACKAGE.rglob("*.py") for name in used(path)}
     whole = {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
     assert {name for name in whole if not name.startswith("mtrain")} == set(PRIVATE)

@@ -1,4 +1,4 @@
-"""The page of the Python interface is made from it, its examples run, and a client type-checks."""
+"""The page of the Python interface equals its docstrings; examples run; a client type-checks."""
 
 import dataclasses
 import inspect
@@ -58,7 +58,7 @@ def train(path: str) -> Path:
     except mtrain.UserError as error:
         raise SystemExit(str(error)) from None
 """
-# no signature of the interface has a type of these libraries, which take long to read
+# No signature of the interface has a type of these libraries, which mypy reads slowly.
 SETTINGS = """
 [mypy]
 strict = true
@@ -84,19 +84,19 @@ def examples() -> list[str]:
     return [textwrap.dedent(doc.split("Example:\n")[1]) for doc in docs if "Example:\n" in doc]
 
 
-def test_the_page_is_that_of_the_docstrings() -> None:
+def test_the_python_page_equals_the_page_generated_from_the_docstrings() -> None:
     is_same = PAGE.read_text(encoding="utf-8") == write_python.page()
     assert is_same, "python docs/write_python.py > docs/python.md"
 
 
-def test_every_function_has_an_example() -> None:
+def test_every_public_function_has_an_example() -> None:
     functions = [name for name in mtrain.__all__ if inspect.isfunction(getattr(mtrain, name))]
     assert len(functions) >= 11
     for name in functions:
         assert any(f"mtrain.{name}(" in example for example in examples()), name
 
 
-def test_the_examples_run(
+def test_the_docstring_examples_run(
     trained: RunDir,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -123,7 +123,7 @@ def test_the_examples_run(
     assert Path("runs/en-de/plots/curves.png").is_file()
 
 
-def test_a_client_type_checks_and_mistakes_do_not(tmp_path: Path) -> None:
+def test_a_client_program_type_checks_and_each_mistake_is_one_mypy_error(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     lines = [f"_{number} = {code}" for number, code in enumerate(WRONG)]
     path = tmp_path / "client.py"

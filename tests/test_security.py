@@ -1,4 +1,4 @@
-"""Lower bounds of what parses foreign files, and the promises of docs/security.md."""
+"""Lower version bounds of packages with known faults, and the tests that docs/security.md cites."""
 
 import re
 
@@ -8,13 +8,13 @@ from packaging.version import Version
 from tasks import REPOSITORY
 
 LAST_WITH_FAULTS = {
-    "sentencepiece": "0.2.1",  # reads and writes beyond its memory for crafted models
-    "filelock": "3.20.2",  # a link in place of a lock file empties the file where it leads
+    "sentencepiece": "0.2.1",  # out-of-bounds reads and writes for crafted models
+    "filelock": "3.20.2",  # a symbolic link in place of a lock file truncates its target
 }
 
 
 @pytest.mark.parametrize("package", LAST_WITH_FAULTS)
-def test_versions_with_known_faults_are_not_installed(package: str) -> None:
+def test_version_bounds_exclude_known_faults_and_admit_the_pinned_version(package: str) -> None:
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     (line,) = re.findall(f'^    "({package}[^"]*)",$', project, re.MULTILINE)
     found = Requirement(line)
@@ -24,7 +24,7 @@ def test_versions_with_known_faults_are_not_installed(package: str) -> None:
     assert found.specifier.contains(Version(pin))
 
 
-def test_every_promise_is_held_by_a_test_that_is_there() -> None:
+def test_every_test_that_security_md_cites_exists() -> None:
     page = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
     named = re.findall(r"^- `(test_\w+\.py)::(test_\w+)`$", page, re.MULTILINE)
     texts = {path.name: path.read_text("utf-8") for path in (REPOSITORY / "tests").rglob("*.py")}

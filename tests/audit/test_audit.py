@@ -1,4 +1,4 @@
-"""Defects at known lines are found there, and in clean text nothing is."""
+"""The audit reports planted defects at their lines, and nothing in clean text."""
 
 import gzip
 import json
@@ -79,14 +79,16 @@ def lists(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize("name", LISTS + LEAKS)
-def test_a_planted_defect_is_found_where_it_is_and_nowhere_else(
+def test_a_planted_defect_is_listed_at_exactly_its_lines(
     planted: Planted, lists: dict[str, list[int]], name: str
 ) -> None:
     found = [line for line in lists[name] if line not in planted.moved]
     assert sorted(planted.lines[name]) == found
 
 
-def test_no_list_holds_what_was_not_planted(planted: Planted, lists: dict[str, list[int]]) -> None:
+def test_no_list_is_written_for_a_defect_that_was_not_planted(
+    planted: Planted, lists: dict[str, list[int]]
+) -> None:
     outside = {
         name: lines
         for name, lines in lists.items()
@@ -96,7 +98,9 @@ def test_no_list_holds_what_was_not_planted(planted: Planted, lists: dict[str, l
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_line_of_a_shift_is_named_within_a_few_lines(tmp_path: Path, seed: int) -> None:
+def test_a_shift_is_reported_with_its_offset_and_its_first_line_within_3_lines(
+    tmp_path: Path, seed: int
+) -> None:
     text = clean()
     defects._plant_shift(text, 1000 + 700 * seed)
     (found,) = _shifts(text, tmp_path)
@@ -112,7 +116,7 @@ def _shifts(text: Planted, directory: Path) -> list[auditing.AuditFinding]:
     return [finding for finding in report.findings if finding.name == "shift"]
 
 
-def test_a_lost_line_is_an_error_and_the_place_where_it_was_lost_is_named(
+def test_a_lost_line_is_an_error_and_its_position_is_reported_within_3_lines(
     cli: Cli, tmp_path: Path
 ) -> None:
     config = write_planted(tmp_path, clean())
@@ -130,7 +134,7 @@ def test_a_lost_line_is_an_error_and_the_place_where_it_was_lost_is_named(
     assert found["train.shift"]["examples"][0]["last"]["line"] >= 3990
 
 
-def test_of_a_file_that_is_not_there_nobody_is_told_to_look_for_lost_lines(
+def test_a_missing_file_is_reported_as_unreadable_and_not_as_unequal_line_counts(
     cli: Cli, tmp_path: Path
 ) -> None:
     config = write_planted(tmp_path, clean())
@@ -183,7 +187,7 @@ def test_text_that_cannot_be_decoded_is_an_error_with_line_and_byte(
     assert f"Thefirstisin{tmp_path / 'train.src'},line8,byte0xffatbyte2." in page
 
 
-def test_files_that_cannot_be_read_are_all_named(cli: Cli, tmp_path: Path) -> None:
+def test_every_unreadable_file_is_reported_with_its_problem(cli: Cli, tmp_path: Path) -> None:
     config = write_planted(tmp_path, clean(500))
     (tmp_path / "train.src").unlink()
     raw = gzip.compress((tmp_path / "valid.src").read_bytes())
@@ -201,7 +205,7 @@ def test_files_that_cannot_be_read_are_all_named(cli: Cli, tmp_path: Path) -> No
     assert found["train.empty"]["severity"] == "error"
 
 
-def test_marks_and_line_ends_of_files_are_notes_unless_they_are_mixed(
+def test_a_byte_order_mark_and_crlf_are_notes_but_mixed_line_ends_are_a_warning(
     cli: Cli, tmp_path: Path
 ) -> None:
     config = write_planted(tmp_path, clean(500))
@@ -216,7 +220,7 @@ def test_marks_and_line_ends_of_files_are_notes_unless_they_are_mixed(
     }
 
 
-def test_a_last_line_without_an_end_is_not_a_line_that_ends_otherwise(
+def test_an_unterminated_last_line_does_not_count_as_mixed_line_ends(
     cli: Cli, tmp_path: Path
 ) -> None:
     config = write_planted(tmp_path, clean(500))
@@ -231,7 +235,9 @@ def test_a_last_line_without_an_end_is_not_a_line_that_ends_otherwise(
     assert src["problem"] == "CR LF at 499 of 500 lines"
 
 
-def test_gzip_and_several_files_give_what_one_plain_file_gives(cli: Cli, tmp_path: Path) -> None:
+def test_a_repeated_pair_is_found_across_gzip_and_plain_files_as_in_one_plain_file(
+    cli: Cli, tmp_path: Path
+) -> None:
     text = clean(600)
     text.train[450] = text.train[20]
     plain = by_name(shown(cli, write_planted(tmp_path, text)))["train.repeated-pair"]
@@ -250,7 +256,7 @@ def test_gzip_and_several_files_give_what_one_plain_file_gives(cli: Cli, tmp_pat
     assert entry["first"] == {"file": str(tmp_path / "one.src.gz"), "line": 21}
 
 
-def test_the_page_fits_the_screen_and_the_lists_hold_the_whole_text(
+def test_the_report_fits_80_columns_without_escapes_and_the_lists_hold_the_full_lines(
     cli: Cli, tmp_path: Path, planted: Planted
 ) -> None:
     folder = tmp_path / ("deep" * 20)
@@ -282,7 +288,7 @@ def test_the_page_fits_the_screen_and_the_lists_hold_the_whole_text(
         (["held-out"], "by its words", ("note", "note")),
     ],
 )
-def test_leaks_that_training_leaves_out_need_nothing(
+def test_a_leak_is_a_note_if_training_drops_the_pairs_and_a_warning_otherwise(
     cli: Cli, tmp_path: Path, names: list[str], other: str, severities: tuple[str, str]
 ) -> None:
     text = clean(600)
@@ -300,7 +306,7 @@ def test_leaks_that_training_leaves_out_need_nothing(
         assert leak["advice"].startswith("Nothing to do") == is_note
 
 
-def test_a_split_that_leaks_is_what_the_page_says_first(cli: Cli, tmp_path: Path) -> None:
+def test_a_split_that_leaks_is_the_first_line_of_the_report(cli: Cli, tmp_path: Path) -> None:
     text = clean(600)
     text.train += text.test[:28] + [text.train[8]] * 500
     text.train[3] = Pair("", "leer")
@@ -320,7 +326,7 @@ def test_a_split_that_leaks_is_what_the_page_says_first(cli: Cli, tmp_path: Path
     ) in page
 
 
-def test_pairs_that_were_held_out_of_the_training_files_on_purpose_are_no_alarm(
+def test_held_out_sets_drawn_from_the_training_files_give_no_warning(
     cli: Cli, tmp_path: Path
 ) -> None:
     text = clean(600)
@@ -330,7 +336,7 @@ def test_pairs_that_were_held_out_of_the_training_files_on_purpose_are_no_alarm(
     assert outcome.lines[:2] == ["no errors and no warnings", ""]
 
 
-def test_a_pair_of_the_test_text_is_listed_once_though_its_sides_occur_there_too(
+def test_a_training_pair_found_in_the_test_set_is_not_listed_again_for_its_sides(
     cli: Cli, tmp_path: Path
 ) -> None:
     text = clean(600)
@@ -384,7 +390,7 @@ def test_copies_of_test_pairs_that_training_keeps_are_counted(cli: Cli, tmp_path
     assert '"times": 2, "exact_times": 1}' in entries.splitlines()[2]
 
 
-def test_the_summary_of_many_problems_has_six_rows_of_the_most_serious(
+def test_the_summary_shows_the_five_most_serious_findings_and_counts_the_remaining_ones(
     cli: Cli, tmp_path: Path, planted: Planted
 ) -> None:
     outcome = cli("check", write_planted(tmp_path, planted))
@@ -406,7 +412,7 @@ def test_the_summary_of_many_problems_has_six_rows_of_the_most_serious(
         assert row.startswith(f"{found['severity']:<9}{found['corpus']}: {found['what']}: ")
 
 
-def test_twice_as_many_files_with_findings_are_twice_the_work(tmp_path: Path) -> None:
+def test_the_work_grows_linearly_with_the_number_of_files_with_findings(tmp_path: Path) -> None:
     def num_lines_run(num_files: int) -> int:
         directory = tmp_path / str(num_files)
         config = write_planted(directory, clean(60))
@@ -433,12 +439,12 @@ def test_twice_as_many_files_with_findings_are_twice_the_work(tmp_path: Path) ->
             sys.settrace(previous)
         return count
 
-    num_lines_run(1)  # what is kept of characters
+    num_lines_run(1)  # fills the cache of character kinds
     fewest, more, most = (num_lines_run(num_files) for num_files in (60, 90, 120))
     assert most - more == pytest.approx(more - fewest, rel=0.05)
 
 
-def test_advice_on_held_out_text_never_says_that_training_leaves_it_out(
+def test_findings_within_held_out_text_never_say_that_training_drops_the_pairs(
     cli: Cli, tmp_path: Path
 ) -> None:
     text = clean(600)
@@ -456,7 +462,9 @@ def test_advice_on_held_out_text_never_says_that_training_leaves_it_out(
     assert found["train.held-out-pair"]["training"] == "drops them"
 
 
-def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Planted) -> None:
+def test_the_json_report_agrees_with_the_list_files(
+    cli: Cli, tmp_path: Path, planted: Planted
+) -> None:
     config = write_planted(tmp_path, planted)
     found = by_name(shown(cli, config))
     files = found_lines(tmp_path / "run" / "check")
@@ -469,7 +477,7 @@ def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Plant
             assert [entry["line"] for entry in found[name]["examples"]] == lines[:2]
 
 
-def test_a_check_that_breaks_off_leaves_the_lists_of_the_one_before(
+def test_an_interrupted_check_keeps_the_lists_of_the_previous_check(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Planted
 ) -> None:
     config = write_planted(tmp_path, planted)
@@ -486,7 +494,7 @@ def test_a_check_that_breaks_off_leaves_the_lists_of_the_one_before(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["check"]
 
 
-def test_a_folder_that_is_no_report_is_not_replaced_by_one(
+def test_a_folder_with_files_but_no_report_json_is_not_replaced(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_planted(tmp_path, clean(50))
@@ -516,7 +524,9 @@ def test_a_run_folder_that_holds_only_a_check_can_be_trained_in(cli: Cli, tmp_pa
     assert RunDir(tmp_path / "run").model_path.is_file()
 
 
-def test_with_a_tokenizer_its_pieces_are_judged_too(cli: Cli, tmp_path: Path) -> None:
+def test_with_a_tokenizer_the_check_also_reports_long_pairs_and_unknown_pieces(
+    cli: Cli, tmp_path: Path
+) -> None:
     tree = tiny_tree(tmp_path, copy_task, 300)
     tree["tokenizer"] |= {"byte_fallback": False, "vocab_size": 40}
     config = write_config(tmp_path / "config.yaml", tree)
@@ -543,7 +553,7 @@ def test_with_a_tokenizer_its_pieces_are_judged_too(cli: Cli, tmp_path: Path) ->
 def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What holds many pairs at a time is made small first, so that growth shows."""
+    """Buffers that hold many pairs are made small first, so that growth is visible."""
     monkeypatch.setattr(reader, "BLOCK_PAIRS", 256)
     monkeypatch.setattr(scan, "_WINDOW_PAIRS", 256)
     monkeypatch.setattr(duplicates, "_PASS_PAIRS", 512)
@@ -551,7 +561,7 @@ def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
     for num_pairs in (2000, 20_000):
         directory = tmp_path / str(num_pairs)
         config = config_file.load(write_planted(directory, clean(num_pairs)))
-        audit(config, None, directory, lambda num_bytes: None)  # what is kept of characters
+        audit(config, None, directory, lambda num_bytes: None)  # fills the cache of character kinds
         tracemalloc.start()
         audit(config, None, directory, lambda num_bytes: None)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -560,7 +570,7 @@ def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
     assert peaks[1] - peaks[0] < 16 * 18_000
 
 
-def test_progress_is_told_all_bytes_twice(tmp_path: Path) -> None:
+def test_the_reported_progress_sums_to_twice_the_bytes_of_the_corpora(tmp_path: Path) -> None:
     config = config_file.load(write_planted(tmp_path, clean(5000)))
     told = []
     audit(config, None, tmp_path, told.append)
@@ -568,7 +578,7 @@ def test_progress_is_told_all_bytes_twice(tmp_path: Path) -> None:
     assert len(told) > 10
 
 
-def test_at_a_terminal_a_bar_says_how_much_is_read(tmp_path: Path) -> None:
+def test_on_a_terminal_a_progress_bar_shows_the_percentage_read(tmp_path: Path) -> None:
     config = write_planted(tmp_path, clean(500))
     master, terminal = open_terminal()
     command = [sys.executable, "-m", "mtrain", "check", str(config)]

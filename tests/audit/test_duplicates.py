@@ -1,4 +1,4 @@
-"""Repeats and leaks by hashes, against dictionaries of the lines themselves."""
+"""Repeats and leaks found by hashes equal those found by comparing the lines themselves."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,9 @@ def windows(pairs: Sides) -> Iterator[PairWindow]:
 
 @pytest.mark.parametrize("pass_pairs", [1000, 5])
 @given(pairs=SIDES)
-def test_repeats_are_those_of_dictionaries(pass_pairs: int, pairs: Sides) -> None:
+def test_repeats_found_by_hashes_equal_those_found_with_dictionaries(
+    pass_pairs: int, pairs: Sides
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(duplicates, "_PASS_PAIRS", pass_pairs)
         found = duplicates.find(lambda: windows(pairs), len(pairs))
@@ -56,7 +58,9 @@ def pair_hashes(pairs: Sides) -> PairHashes:
 
 
 @given(SIDES, SIDES)
-def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
+def test_leaks_found_by_hashes_equal_those_found_by_direct_comparison(
+    held_out: Sides, train: Sides
+) -> None:
     leaks = Leaks(pair_hashes(held_out), pair_hashes([(0, 0)] * len(held_out)))
     marks: list[bool] = []
     pair_marks: list[bool] = []
@@ -83,7 +87,7 @@ def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
         assert first_pairs.tolist() == expected
 
 
-def test_occurrences_by_key_are_no_exact_ones_and_an_exact_one_is_named_first() -> None:
+def test_a_key_match_is_not_counted_as_exact_and_the_first_exact_match_is_preferred() -> None:
     leaks = Leaks(pair_hashes([(1, 1), (2, 2)]), pair_hashes([(3, 3), (4, 4)]))
     leaks.look_up(pair_hashes([(5, 5), (1, 1), (6, 6)]), pair_hashes([(3, 3), (3, 3), (4, 4)]), 7)
     for times, exact_times, first_pairs in leaks.occurrences():
@@ -92,7 +96,7 @@ def test_occurrences_by_key_are_no_exact_ones_and_an_exact_one_is_named_first() 
         assert first_pairs.tolist() == [8, 9]
 
 
-def test_a_line_without_a_hash_leaks_nowhere() -> None:
+def test_a_line_with_a_zero_hash_is_never_a_leak() -> None:
     nothing = pair_hashes([(0, 0)])
     leaks = Leaks(nothing, nothing)
     assert leaks.look_up(nothing, nothing, 0)[0].tolist() == [False]

@@ -1,4 +1,4 @@
-"""Records of lines against the same facts found character by character."""
+"""The features of lines equal the same features computed one character at a time."""
 
 import unicodedata
 
@@ -34,7 +34,7 @@ def marks(line: str) -> LineFlag:
 
 
 def plain_key(line: str) -> str:
-    """Return what a key is made of, one character at a time."""
+    """Return the text that a key hashes: the folded letters, marks and digits of a line."""
     kept = [c for c in line if unicodedata.category(c)[0] in "LMN"]
     return "".join(_folded(c) for c in kept)
 
@@ -46,7 +46,7 @@ def _folded(character: str) -> str:
 
 @example(["", "", "a", ""])
 @given(LINES)
-def test_counts_are_those_of_a_loop_over_characters(lines: list[str]) -> None:
+def test_character_counts_equal_those_of_a_loop_over_characters(lines: list[str]) -> None:
     records = measure(lines).lines
     for line, record in zip(lines, records, strict=True):
         categories = [unicodedata.category(c)[0] for c in line]
@@ -61,7 +61,9 @@ def test_counts_are_those_of_a_loop_over_characters(lines: list[str]) -> None:
 
 
 @given(LINES)
-def test_lines_have_equal_keys_when_their_letters_and_digits_are_equal(lines: list[str]) -> None:
+def test_keys_are_equal_exactly_if_the_folded_letters_marks_and_digits_are_equal(
+    lines: list[str],
+) -> None:
     keys = measure(lines).keys.tolist()
     plain = [plain_key(line) for line in lines]
     assert [key == 0 for key in keys] == [not text for text in plain]
@@ -69,14 +71,14 @@ def test_lines_have_equal_keys_when_their_letters_and_digits_are_equal(lines: li
         assert [key == other for other in keys] == [plain[i] == text for text in plain]
 
 
-def test_case_punctuation_and_spaces_make_no_other_key_but_order_does() -> None:
+def test_keys_ignore_case_punctuation_and_spaces_but_not_the_order_of_letters() -> None:
     same = measure(["Don't 1,000 ΣΑΣ!", "dont1000 «σας»", "  DON T 1000ΣΑΣ"]).keys
     assert len(set(same.tolist())) == 1
     assert len(set(measure(["listen", "silent", "listens", "stenil"]).keys.tolist())) == 4
 
 
 @given(LINES)
-def test_a_line_is_measured_as_if_it_stood_alone(lines: list[str]) -> None:
+def test_a_line_has_the_same_features_alone_and_among_other_lines(lines: list[str]) -> None:
     together = measure(lines)
     for number, line in enumerate(lines):
         alone = measure([line])
@@ -87,7 +89,7 @@ def test_a_line_is_measured_as_if_it_stood_alone(lines: list[str]) -> None:
 
 @example(["", " ", "\x1f", "\x1c\u2028\u3000\r"])
 @given(LINES)
-def test_what_is_not_asked_for_is_not_computed_and_blank_lines_are_the_same(
+def test_features_not_requested_stay_zero_and_blank_lines_are_still_detected(
     lines: list[str],
 ) -> None:
     whole, least = measure(lines), measure(lines, Feature.NONE)
@@ -101,19 +103,19 @@ def test_what_is_not_asked_for_is_not_computed_and_blank_lines_are_the_same(
             assert not part.lines[name].any() or (part.lines[name] == whole.lines[name]).all()
 
 
-def test_words_are_runs_of_letters_or_of_digits_and_single_letters_without_spaces() -> None:
+def test_words_are_runs_of_letters_or_digits_and_single_characters_of_unspaced_scripts() -> None:
     measured = measure(["Two dogs, 12ab", "寿司か", "TWO"])
     assert measured.word_lines.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
     assert measured.words[0] == measured.words[-1]
     assert len(set(measured.words.tolist())) == 7
 
 
-def test_names_and_numbers_share_bits_across_languages() -> None:
+def test_equal_numbers_and_similar_names_set_common_bits_across_languages() -> None:
     src, tgt = measure(["on 12 May Tolstoy left"]).lines, measure(["12 мая Tolstois, ein"]).lines
     assert src["numbers"] == tgt["numbers"] != 0
     assert src["names"] & tgt["names"] != 0
     other = measure(["On 13 we left"]).lines
-    assert other["names"] == 0  # a first word is large whatever it is
+    assert other["names"] == 0  # a first word is capitalized even if it is no name
     assert other["numbers"] & src["numbers"] == 0
 
 
@@ -124,7 +126,7 @@ def test_names_and_numbers_share_bits_across_languages() -> None:
         ("ab", 0), ("ab1", 0), ("", 0), ("  ", 0), ("ab+", 1),
     ],
 )  # fmt: skip
-def test_lines_end_in_a_way(line: str, ending: int) -> None:
+def test_the_last_character_of_a_line_sets_its_ending_class(line: str, ending: int) -> None:
     assert measure(["x!", line, "y?"]).lines["ending"][1] == ending
 
 
@@ -143,19 +145,19 @@ def test_lines_end_in_a_way(line: str, ending: int) -> None:
         ("", LineFlag(0)),
     ],
 )
-def test_a_mark_is_set_where_it_belongs_and_no_other(line: str, mark: LineFlag) -> None:
+def test_a_line_has_exactly_the_flag_of_its_defect(line: str, mark: LineFlag) -> None:
     assert marks(line) == mark
     assert measure([line, "für é ç – “x” नमस्ते می\u200cخواهم 👩\u200d🚀"]).lines["flags"][1] == 0
 
 
-def test_blank_lines_have_neither_characters_nor_a_hash() -> None:
+def test_blank_lines_have_no_visible_characters_and_no_hash() -> None:
     lines = measure(["", " \u3000\t", "\x1c\r", "."]).lines
     assert lines["solid"].tolist() == [0, 0, 0, 1]
     assert (lines["hash"] > 0).tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("line", ["NÃO", "Â", "café", "Ã la", "naïve", "São Paulo", "ÀÉ"])
-def test_text_that_only_resembles_mojibake_is_none(line: str) -> None:
+def test_text_that_only_resembles_mojibake_is_not_flagged(line: str) -> None:
     assert not is_mojibake(line)
 
 
@@ -167,20 +169,20 @@ def test_text_that_only_resembles_mojibake_is_none(line: str) -> None:
         ("ab собаки", "CYRILLIC"),
     ],
 )  # fmt: skip
-def test_the_script_of_most_letters_is_the_lines(line: str, script: str) -> None:
+def test_the_script_of_a_line_is_that_of_most_of_its_letters(line: str, script: str) -> None:
     assert measure([line]).lines["script"][0] == kind_of(script)
 
 
-def test_a_line_without_letters_is_in_no_script() -> None:
+def test_a_line_without_letters_has_no_script() -> None:
     assert measure(["12 + 3"]).lines["script"][0] == 0
 
 
-def test_markup_is_no_words() -> None:
+def test_letters_of_markup_entities_and_urls_do_not_count_as_words() -> None:
     records = measure(['<a href="some">12</a>', "a < b & c", "&nbsp;&amp;", "http://a.b/c"]).lines
     assert (records["odd"] == records["solid"]).tolist() == [True, False, True, True]
 
 
-def test_of_an_endless_line_only_the_beginning_is_looked_at_and_all_of_it_is_hashed() -> None:
+def test_a_very_long_line_is_analysed_up_to_max_chars_but_hashed_whole() -> None:
     long = "a" * (3 * MAX_CHARS)
     records = measure([long, long + "b"]).lines
     assert records["chars"].tolist() == [3 * MAX_CHARS, 3 * MAX_CHARS + 1]
@@ -188,6 +190,6 @@ def test_of_an_endless_line_only_the_beginning_is_looked_at_and_all_of_it_is_has
     assert records["hash"][0] != records["hash"][1]
 
 
-def test_hashes_of_pairs_know_their_order() -> None:
+def test_pair_hashes_depend_on_the_order_of_the_sides() -> None:
     first, second = exact_hashes(["a", "b"]), exact_hashes(["b", "a"])
     assert len(np.unique(np.concatenate([mixed(first, second), first]))) == 4

@@ -1,4 +1,4 @@
-"""Where pairs stop corresponding: the sums of evidence against a loop, and real shifts."""
+"""Misalignment: the CUSUM test equals a loop over pairs, and shifts in real text are found."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def rises(evidence: list[float], size: int) -> list[tuple[int, int]]:
 
 
 def plain_rises(evidence: list[float]) -> list[tuple[int, int]]:
-    """The same, one pair at a time."""
+    """Compute what `rises` does in a loop over pairs."""
     found, height, start, peak, peak_at = [], 0.0, 0, 0.0, -1
     for pair, step in enumerate(evidence):
         height += step
@@ -55,13 +55,13 @@ def plain_rises(evidence: list[float]) -> list[tuple[int, int]]:
 
 
 @given(st.lists(st.integers(-12, 12), max_size=60), st.sampled_from([1, 7, 100]))
-def test_rises_are_those_of_a_loop_whatever_the_windows(steps: list[int], size: int) -> None:
+def test_the_cusum_test_equals_a_loop_for_every_window_size(steps: list[int], size: int) -> None:
     evidence = [float(step) for step in steps]
     assert rises(evidence, size) == plain_rises(evidence)
 
 
 @pytest.mark.parametrize("size", [5, 99, 697])
-def test_each_window_has_the_targets_before_and_after_it(size: int) -> None:
+def test_each_window_includes_max_offset_targets_before_and_after_it(size: int) -> None:
     tgt = TGT[:700]
     edge = np.zeros(MAX_OFFSET, TGT.dtype)
     whole = np.concatenate([edge, tgt, edge])
@@ -70,13 +70,13 @@ def test_each_window_has_the_targets_before_and_after_it(size: int) -> None:
         assert (window.tgt == whole[window.first : end]).all()
 
 
-def test_pairs_as_they_should_be_have_no_shift() -> None:
+def test_aligned_pairs_have_no_shift() -> None:
     assert misalignment.find(reader(SRC, TGT)) == []
 
 
 @pytest.mark.parametrize("size", [37, 1000, 5000])
 @pytest.mark.parametrize("offset", [-MAX_OFFSET, -1, 1, 2, MAX_OFFSET])
-def test_a_shift_is_found_with_its_offset_whatever_the_windows(offset: int, size: int) -> None:
+def test_a_shift_is_found_with_its_offset_for_every_window_size(offset: int, size: int) -> None:
     begin, end = 1200, 1500
     if offset > 0:  # targets are inserted, and lost again further on
         parts = [TGT[:begin], TGT[:offset], TGT[begin:end], TGT[end + offset :]]
@@ -90,7 +90,7 @@ def test_a_shift_is_found_with_its_offset_whatever_the_windows(offset: int, size
     assert found.evidence > 25
 
 
-def test_two_shifts_are_two_findings_and_the_second_may_reach_the_end() -> None:
+def test_two_shifts_are_found_separately_and_the_second_may_reach_the_last_pair() -> None:
     tgt = np.concatenate([TGT[:500], TGT[501:900], TGT[:1], TGT[900:2000], TGT[2001:], TGT[:1]])
     first, second = misalignment.find(reader(SRC, tgt))
     assert (first.offset, second.offset) == (-1, -1)
@@ -98,14 +98,14 @@ def test_two_shifts_are_two_findings_and_the_second_may_reach_the_end() -> None:
     assert abs(second.first - 2000) <= 3 and second.last >= 2990
 
 
-def test_pairs_that_correspond_at_no_offset_are_no_shift() -> None:
+def test_shuffled_pairs_are_not_reported_as_a_shift() -> None:
     order = list(range(1000, 2000))
     random.Random(1).shuffle(order)
     tgt = np.concatenate([TGT[:1000], TGT[order], TGT[2000:]])
     assert misalignment.find(reader(SRC, tgt)) == []
 
 
-def test_of_stretches_that_overlap_the_one_with_most_evidence_is_kept() -> None:
+def test_of_overlapping_shifts_the_one_with_the_most_evidence_is_kept() -> None:
     strong, weak, apart = Shift(5, 50, 1, 90.0), Shift(40, 60, 2, 30.0), Shift(51, 60, 3, 26.0)
     assert misalignment._strongest([weak, strong, apart]) == [strong, apart]
 
@@ -114,7 +114,7 @@ STRETCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=
 
 
 @given(STRETCHES)
-def test_the_stretches_that_are_kept_are_those_of_a_plain_search(
+def test_the_kept_shifts_equal_those_of_a_greedy_search_by_evidence(
     stretches: list[tuple[int, int]],
 ) -> None:
     shifts = [

@@ -1,4 +1,4 @@
-"""What is dropped from a training is what the rules of the audit find, and all of it is listed."""
+"""Training drops the pairs that the rules of the audit report, and lists every dropped pair."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ DEMO = REPOSITORY / "data" / "demo"
 
 
 def dropped_lines(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
-    """Return the lines, from 1, that are dropped from the training, by reason."""
+    """Return the numbers of the lines, from 1, that training drops, by reason."""
     assert scan_corpora(config.data, directory)[-1].reader.num_pairs == num_pairs
     pair_filter = PairFilter(config.data, directory)
     reasons = pair_filter.reasons(0, num_pairs)
@@ -67,12 +67,12 @@ def lists(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found_lines(directory)
 
 
-def test_what_cleans_is_a_rule_of_the_audit() -> None:
+def test_every_value_allowed_in_data_clean_is_an_audit_rule() -> None:
     assert set(CLEAN) <= {rule.name for rule in RULES}
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_a_rule_leaves_out_what_the_check_lists(
+def test_a_rule_in_data_clean_drops_exactly_the_pairs_that_the_check_lists(
     planted: Planted, lists: dict[str, list[int]], tmp_path: Path, name: str
 ) -> None:
     path = write_planted(tmp_path, planted)
@@ -103,7 +103,7 @@ def test_features_that_no_rule_reads_are_not_computed(
     assert {name: found[name] for name in names} == expected
 
 
-def test_a_pair_with_many_faults_has_one_reason(tmp_path: Path) -> None:
+def test_a_pair_that_breaks_several_rules_is_dropped_for_one_reason(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     pairs = copy_task(200, 1)
     pairs[150] = pairs[3]
@@ -117,7 +117,9 @@ def test_a_pair_with_many_faults_has_one_reason(tmp_path: Path) -> None:
     assert len(lines) == len(set(lines))
 
 
-def test_check_foretells_what_training_leaves_out(cli: Cli, tmp_path: Path) -> None:
+def test_check_predicts_the_number_of_pairs_that_training_drops_for_each_reason(
+    cli: Cli, tmp_path: Path
+) -> None:
     tree = tiny_tree(tmp_path)
     pairs = copy_task(200, 1)
     pairs[7], pairs[9] = Pair("", "ba"), Pair("ba " * 40, "ba")
@@ -142,7 +144,7 @@ def test_check_foretells_what_training_leaves_out(cli: Cli, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("reason", ["held-out-pair", "max-tokens"])
-def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
+def test_check_and_tokenize_refuse_a_corpus_if_every_pair_is_dropped(
     cli: Cli, tmp_path: Path, reason: str
 ) -> None:
     tree = tiny_tree(tmp_path)
@@ -163,7 +165,7 @@ def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
     assert f"but all are dropped: 200 ({reason} 200); change the text or {key}." in said
 
 
-def test_nothing_but_what_is_too_long_is_dropped_if_nothing_is_named(tmp_path: Path) -> None:
+def test_an_empty_data_clean_drops_only_pairs_over_max_tokens(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     pairs = copy_task(200, 1)
     pairs[7], pairs[9] = Pair("", "ba"), Pair("", "ba " * 40)
@@ -173,7 +175,7 @@ def test_nothing_but_what_is_too_long_is_dropped_if_nothing_is_named(tmp_path: P
     assert [(entry["line"], entry["reason"]) for entry in entries(run)] == [(10, "max-tokens")]
 
 
-def test_the_tokenizer_learns_nothing_from_pairs_that_are_dropped_lines(tmp_path: Path) -> None:
+def test_the_tokenizer_does_not_learn_from_dropped_pairs(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     odd = Pair("ба це", "ба це")
     tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), odd])
@@ -183,7 +185,7 @@ def test_the_tokenizer_learns_nothing_from_pairs_that_are_dropped_lines(tmp_path
     assert "б".encode() not in (run.tokenizer_dir / "shared.model").read_bytes()
 
 
-def test_the_list_of_the_same_dropped_pairs_is_the_same_file(tmp_path: Path) -> None:
+def test_the_list_of_dropped_pairs_is_byte_identical_between_two_runs(tmp_path: Path) -> None:
     raw = set()
     for name in ("one", "two"):
         tree = tiny_tree(tmp_path)
@@ -195,7 +197,9 @@ def test_the_list_of_the_same_dropped_pairs_is_the_same_file(tmp_path: Path) -> 
     assert len(raw) == 1
 
 
-def test_the_start_of_a_training_says_what_was_dropped_once(cli: Cli, tmp_path: Path) -> None:
+def test_training_prints_the_dropped_pairs_and_logs_them_once_even_if_resumed(
+    cli: Cli, tmp_path: Path
+) -> None:
     tree = tiny_tree(tmp_path)
     tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), Pair("", "ba")])
     tree["training"]["max_steps"] = 4
@@ -228,7 +232,7 @@ def test_the_start_of_a_training_says_what_was_dropped_once(cli: Cli, tmp_path: 
         ),
     ],
 )
-def test_an_unknown_kind_of_pair_is_an_error_that_names_the_nearest(
+def test_an_unknown_or_needless_value_in_data_clean_is_an_error_with_advice(
     tmp_path: Path, clean: str, said: str
 ) -> None:
     path = write_config(tmp_path / "config.yaml", tiny_tree(tmp_path))
@@ -237,14 +241,14 @@ def test_an_unknown_kind_of_pair_is_an_error_that_names_the_nearest(
     assert str(error.value) == f"{path}: `data.clean` {said}."
 
 
-def test_the_default_leaves_out_of_the_demo_what_is_held_out(tmp_path: Path) -> None:
+def test_the_default_data_clean_drops_no_pair_of_the_demo(tmp_path: Path) -> None:
     config = config_file.load(REPOSITORY / "configs" / "demo.yaml")
     assert config.data.clean == ["blank-side", "held-out-pair"]
     assert dropped_lines(config, tmp_path, 20_000) == {}
 
 
 @needs_multi30k
-def test_the_default_leaves_out_of_multi30k_what_is_held_out(tmp_path: Path) -> None:
+def test_the_default_data_clean_drops_no_pair_of_multi30k(tmp_path: Path) -> None:
     def named(split: str) -> dict[str, list[str]]:
         return {"src": [f"{FOLDER}/{split}.en"], "tgt": [f"{FOLDER}/{split}.de"]}
 

@@ -1,4 +1,4 @@
-"""Rules at their thresholds, on records of lines that are written for them."""
+"""Audit rules at their thresholds, on lines that are written for each rule."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def judge(name: str, src: str, tgt: str, of: CorpusProfile) -> SideName:
     )
 
 
-def test_scripts_are_strange_or_swapped_by_what_each_side_has() -> None:
+def test_strange_and_swapped_scripts_are_judged_by_the_usual_scripts_of_each_side() -> None:
     of = usual(LATIN, CYRILLIC)
     assert judge("strange-script", "small dogs", "собаки", of) == SideName.NONE
     assert judge("strange-script", "small dogs", "small cats", of) == SideName.TGT
@@ -42,7 +42,7 @@ def test_scripts_are_strange_or_swapped_by_what_each_side_has() -> None:
     ("src", "tgt", "is_swapped"),
     [(-9, 9, True), (-3, 6, True), (-3, 4, False), (-9, 1, False), (-1, 9, False), (9, -9, False)],
 )
-def test_words_say_that_sides_are_swapped_when_both_do(
+def test_a_pair_is_swapped_only_if_the_language_scores_of_both_sides_say_so(
     src: float, tgt: float, is_swapped: bool
 ) -> None:
     lines = measure(["dogs"]).lines, measure(["cats"]).lines
@@ -53,12 +53,12 @@ def test_words_say_that_sides_are_swapped_when_both_do(
     assert found[0] == (SideName.BOTH if is_swapped else SideName.NONE)
 
 
-def test_a_script_that_a_share_of_the_lines_has_is_not_strange() -> None:
+def test_a_script_that_seven_percent_of_the_lines_use_is_not_strange() -> None:
     mixed = [*LATIN[:90], *CYRILLIC[:7]]
     assert judge("strange-script", "собаки", "собаки", usual(mixed, CYRILLIC)) == SideName.NONE
 
 
-def test_no_script_is_strange_to_a_side_without_letters() -> None:
+def test_no_script_is_strange_on_a_side_whose_corpus_has_no_letters() -> None:
     for of in (usual([], []), usual(["12", ""], ["...", "3"])):
         assert judge("strange-script", "small dogs", "собаки", of) == SideName.NONE
         assert judge("swapped", "small dogs", "собаки", of) == SideName.NONE
@@ -67,7 +67,7 @@ def test_no_script_is_strange_to_a_side_without_letters() -> None:
     assert judge("swapped", "собаки", "small dogs", of) == SideName.NONE
 
 
-def test_japanese_is_written_in_three_scripts() -> None:
+def test_a_hiragana_corpus_accepts_kanji_and_katakana_but_a_kanji_corpus_not_hiragana() -> None:
     of = usual(["これはすしです"] * 97, LATIN)
     assert judge("strange-script", "東京都", "dogs", of) == SideName.NONE
     assert judge("strange-script", "コンピューター", "dogs", of) == SideName.NONE
@@ -81,7 +81,7 @@ def test_japanese_is_written_in_three_scripts() -> None:
     [(10, 80, False), (10, 81, True), (100, 620, False), (100, 622, True), (100, 60, True),
      (100, 61, False), (10, 1, False), (0, 400, False)],
 )  # fmt: skip
-def test_lengths_are_far_apart_beyond_three_times_the_usual(
+def test_a_length_ratio_over_three_times_the_usual_plus_slack_is_reported(
     src: int, tgt: int, is_far: bool
 ) -> None:
     of = usual(["a" * 10] * 5, ["b" * 20] * 5)
@@ -89,14 +89,14 @@ def test_lengths_are_far_apart_beyond_three_times_the_usual(
     assert (judge("length-ratio", "a" * src, "b" * tgt, of) == SideName.BOTH) == is_far
 
 
-def test_a_copy_needs_a_letter_to_be_one() -> None:
+def test_a_copied_pair_has_identical_sides_that_contain_a_letter() -> None:
     of = usual(LATIN, LATIN)
     assert judge("copied", "dogs", "dogs", of) == SideName.BOTH
     assert judge("copied", "12 + 3", "12 + 3", of) == SideName.NONE
     assert judge("copied", "dogs", "Dogs", of) == SideName.NONE
 
 
-def test_blank_sides_are_named() -> None:
+def test_one_blank_side_is_reported_with_its_side_and_two_as_a_blank_pair() -> None:
     of = usual(LATIN, LATIN)
     assert judge("blank-side", "", "dogs", of) == SideName.SRC
     assert judge("blank-side", "dogs", " \u3000", of) == SideName.TGT
@@ -106,13 +106,13 @@ def test_blank_sides_are_named() -> None:
     assert judge("blank-side", ".", "0", of) == SideName.NONE
 
 
-def test_half_of_a_line_may_be_no_words() -> None:
+def test_no_words_is_reported_for_long_lines_of_which_over_half_is_not_letters() -> None:
     of = usual(LATIN, LATIN)
     assert judge("no-words", "abcd 1234", "abc 12345", of) == SideName.TGT
-    assert judge("no-words", "(1) 23", "...", of) == SideName.NONE  # too short to be strange
+    assert judge("no-words", "(1) 23", "...", of) == SideName.NONE  # too short for the rule
 
 
-def test_a_rule_is_a_note_up_to_its_share() -> None:
+def test_a_finding_is_a_note_up_to_the_usual_share_of_its_rule_and_then_a_warning() -> None:
     rule = Rule("x", "x", "x", BY_NAME["tab"].judge, usual_share=0.01)
     assert rule.severity_of(10, 1000) == Severity.NOTE
     assert rule.severity_of(11, 1000) == Severity.WARNING
@@ -120,12 +120,12 @@ def test_a_rule_is_a_note_up_to_its_share() -> None:
     assert BY_NAME["not-utf8"].severity_of(1, 1000) == Severity.ERROR
 
 
-def test_every_rule_has_a_name_of_its_own_and_advice_in_one_sentence() -> None:
+def test_rule_names_are_unique_and_each_advice_is_one_sentence() -> None:
     assert len(BY_NAME) == len(RULES)
     for advice in (own for rule in RULES for own in (rule.advice, rule.held_out_advice) if own):
         assert advice[0].isupper() and advice.endswith(".")
         assert ". " not in advice
 
 
-def test_an_empty_corpus_has_something_usual_too() -> None:
+def test_the_usual_length_ratio_of_an_empty_corpus_is_one() -> None:
     assert usual([], []).ratio == 1.0

@@ -1,4 +1,4 @@
-"""Synthetic pairs: what is made of each line, what is dropped, and that a stop changes nothing."""
+"""Synthetic pairs: what is written, what is dropped, and that an interruption changes nothing."""
 
 import gc
 import gzip
@@ -32,7 +32,7 @@ __all__ = ["ranks"]
 LINES = [pair.tgt for pair in reverse_task(60, 9)]
 ODD = ["", "  ", "ba ce di", "Ba  Ce, DI!", LINES[0], "ba \ufffd", "ba ba ba ba ba ba ba ba ba ba"]
 NUM_KILLS = (8, 50)  # in make test and make fuzz
-CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # what changes the disk
+CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # the calls that change the disk
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_the_sources_are_translations_of_the_text_and_every_line_has_one_fate(
+def test_every_line_is_paired_with_its_back_translation_or_dropped_with_a_reason(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
     done = cli("augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt")
@@ -91,7 +91,7 @@ def test_the_sources_are_translations_of_the_text_and_every_line_has_one_fate(
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
-def test_the_function_writes_what_the_verb_does_and_returns_what_the_record_says(
+def test_the_python_function_writes_the_same_files_as_the_command_and_returns_their_counts(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
     command = ["augment", config_path, "--back", mono, "--using", back_run, "--sample"]
@@ -115,7 +115,7 @@ def test_the_function_writes_what_the_verb_does_and_returns_what_the_record_says
         ({"beam": 0}, "`beam` must be between 1 and 1000, but is 0 instead."),
     ],
 )
-def test_options_of_the_function_that_cannot_be_are_refused(
+def test_invalid_options_of_the_python_function_are_refused(
     config_path: Path, mono: Path, back_run: Path, options: dict[str, Any], said: str
 ) -> None:
     def call() -> None:
@@ -127,7 +127,7 @@ def test_options_of_the_function_that_cannot_be_are_refused(
     assert not (mono.parent / ".bt.augmenting").exists()
 
 
-def test_what_stands_in_a_validation_or_test_set_is_dropped_whatever_its_case(
+def test_a_pair_with_a_side_in_a_held_out_set_is_dropped_ignoring_case_and_punctuation(
     cli: Cli, config_path: Path, tree: Tree, back_run: Path, tmp_path: Path
 ) -> None:
     held_out = Path(tree["data"]["valid"]["tgt"][0]).read_text("utf-8").splitlines()
@@ -145,7 +145,7 @@ def test_what_stands_in_a_validation_or_test_set_is_dropped_whatever_its_case(
     assert not sources & {pair["src"] for pair in pairs_in(tmp_path / "bt")}
 
 
-def test_the_same_command_again_does_nothing_and_another_one_is_refused(
+def test_repeating_the_command_changes_nothing_and_other_settings_are_refused(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
     command = ["augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt"]
@@ -170,7 +170,7 @@ def request_of(config_path: Path, back_run: Path, **changes: Any) -> AugmentRequ
 
 
 def child(config_path: Path, back_run: Path, kill_at: int) -> None:
-    """Augment in small parts, and end without a word at a call; write how many there were."""
+    """Augment in small parts, killed at a given disk call; write the number of calls at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     augmenting.PART_LINES = 16
     request = request_of(config_path, back_run, keep_best=0.9)
@@ -180,8 +180,10 @@ def child(config_path: Path, back_run: Path, kill_at: int) -> None:
 
 
 @needs_fork_server
-def test_kills_change_nothing(config_path: Path, mono: Path, back_run: Path) -> None:
-    """Each call that changes what the disk holds is a moment at which all may end."""
+def test_an_augmentation_killed_at_disk_calls_resumes_to_the_same_files(
+    config_path: Path, mono: Path, back_run: Path
+) -> None:
+    """The process is killed at calls that change the disk, some of them drawn at random."""
 
     def in_child(kill_at: int) -> int | None:
         return run_in_child(child, config_path, back_run, kill_at)
@@ -202,7 +204,7 @@ def test_kills_change_nothing(config_path: Path, mono: Path, back_run: Path) -> 
         assert {path.name for path in output.parent.iterdir()} == beside
 
 
-def test_a_stopped_one_goes_on_and_samples_the_same(
+def test_an_interrupted_augmentation_resumes_and_samples_the_same_pairs(
     config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(augmenting, "PART_LINES", 16)
@@ -238,7 +240,7 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
     assert content(request.output) == whole
 
 
-def test_memory_holds_few_parts_of_the_text_at_a_time(
+def test_at_most_three_parts_of_the_text_are_in_memory_at_a_time(
     config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(augmenting, "PART_LINES", 4)
@@ -256,7 +258,7 @@ def test_memory_holds_few_parts_of_the_text_at_a_time(
     assert max(num_held) <= 3
 
 
-def test_the_best_share_is_kept_by_score_or_by_the_agreement_of_the_other_direction(
+def test_keep_best_ranks_by_score_and_agreement_is_the_mean_log_prob_of_the_reverse_model(
     cli: Cli, config_path: Path, mono: Path, reverser: RunDir, back_run: Path, tmp_path: Path
 ) -> None:
     command = ["augment", config_path, "--back", mono, "--using", back_run, "--score"]
@@ -282,7 +284,7 @@ def test_the_best_share_is_kept_by_score_or_by_the_agreement_of_the_other_direct
     assert pair["agreement"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-3)
 
 
-def test_the_training_text_again_by_models_of_both_directions(
+def test_again_makes_new_pairs_from_the_training_text_with_models_of_both_directions(
     cli: Cli, config_path: Path, tree: Tree, reverser: RunDir, back_run: Path, tmp_path: Path
 ) -> None:
     using = ["--using", reverser.path, "--using", back_run]
@@ -304,7 +306,7 @@ def test_the_training_text_again_by_models_of_both_directions(
     assert reasons["repeated"] > 100  # two of the models reverse as the training text does
 
 
-def test_several_models_are_an_ensemble(
+def test_several_models_translate_as_an_ensemble(
     cli: Cli, config_path: Path, reverser: RunDir, tmp_path: Path
 ) -> None:
     mono = Path(write(tmp_path / "mono.aa", LINES))
@@ -324,7 +326,7 @@ def test_several_models_are_an_ensemble(
 
 
 @needs_fork_server
-def test_two_ranks_write_what_one_does(
+def test_two_ranks_write_the_same_files_as_one_process(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     command = ["augment", config_path, "--back", mono, "--using", back_run, "-o"]
@@ -415,7 +417,7 @@ def test_two_ranks_write_what_one_does(
         ),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_is_translated(
+def test_a_wrong_option_or_input_is_refused_before_anything_is_translated(
     cli: Cli,
     config_path: Path,
     mono: Path,
@@ -449,7 +451,7 @@ def test_a_mistake_is_one_line_before_anything_is_translated(
     assert not Path("out").exists()
 
 
-def test_a_folder_of_something_else_stays(
+def test_an_output_folder_that_augment_did_not_write_is_refused_and_kept(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "bt").mkdir()
@@ -463,7 +465,7 @@ def test_a_folder_of_something_else_stays(
     assert (tmp_path / "bt" / "mine").exists()
 
 
-def test_the_config_that_is_written_trains_with_the_corpus(
+def test_the_written_config_trains_on_the_corpus_and_the_synthetic_pairs(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
     command = ["augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt"]
@@ -488,7 +490,7 @@ def test_the_config_that_is_written_trains_with_the_corpus(
     assert re.search(r"step 6: the training goes on with data\.train\[0\] alone", trained.err)
 
 
-def test_a_run_without_the_tag_is_refused_by_name(
+def test_a_tag_that_the_tokenizer_of_init_from_lacks_is_refused(
     cli: Cli, mono: Path, reverser: RunDir, back_run: Path, tmp_path: Path
 ) -> None:
     command = ["augment", reverser.config_path, "--back", mono, "--using", back_run]

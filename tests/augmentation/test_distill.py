@@ -26,7 +26,9 @@ def tree(tmp_path: Path) -> Tree:
     ("student", "layers"),
     [("deep-shallow", (6, 1)), ("6-1", (6, 1)), ("12-1", (12, 1)), ("6-2", (6, 2))],
 )
-def test_a_student_is_as_wide_as_its_teacher(student: Student, layers: tuple[int, int]) -> None:
+def test_a_student_differs_from_its_teacher_only_in_its_numbers_of_layers(
+    student: Student, layers: tuple[int, int]
+) -> None:
     teacher = ModelConfig(d_model=256, d_ff=1024, num_encoder_layers=3, num_decoder_layers=3)
     model = student_model(student, teacher)
     assert (model.num_encoder_layers, model.num_decoder_layers) == layers
@@ -39,7 +41,7 @@ def test_the_tiny_student_has_the_sizes_of_the_tiny_preset() -> None:
     assert student_model("tiny", teacher) == PRESETS[0].model.model_copy(update={"dropout": 0.1})
 
 
-def test_a_student_learns_from_the_teacher_and_is_compared_with_it(
+def test_distill_trains_on_the_teachers_translations_and_compares_student_and_teacher(
     cli: Cli, tree: Tree, reverser: RunDir, tmp_path: Path
 ) -> None:
     config_path = write_config(tmp_path / "aa-bb.yaml", tree)

@@ -23,10 +23,10 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
 
 
-def test_the_commands_run_one_after_the_other(
+def test_the_commands_of_the_page_run_in_order(
     cli: Cli, reverser: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_init: None
 ) -> None:
-    """A model that is trained by one update is replaced by one that translates."""
+    """Each model trained for one update is replaced by one that has learned to translate."""
     monkeypatch.chdir(tmp_path)
     for seed, (name, count) in enumerate({"pairs": 300, "valid": 9, "test": 9}.items(), start=1):
         pairs = reverse_task(count, seed)
@@ -55,7 +55,7 @@ def test_the_commands_run_one_after_the_other(
     assert verbs.count("augment") == 5
 
 
-def test_the_page_names_every_reason() -> None:
+def test_the_page_lists_every_reason_for_dropping_a_pair() -> None:
     reasons = {*FLAGS, *RULES, "blank", "not-utf8", "repeated", "low-score"} - {"blank-side"}
     table = PAGE.partition("| reason |")[2]
     assert (

@@ -25,7 +25,7 @@ def key(line):
 
 
 def check_drawn(pairs, held_out, size):
-    """Sets are of this size and distinct, and what is not excluded shares no sentence with them."""
+    """Check that the sets have this size and share no sentence with each other or other pairs."""
     drawn = [row for rows in held_out.sets for row in rows.tolist()]
     keys = [(key(pairs[row][0]), key(pairs[row][1])) for row in drawn]
     assert [len(rows) for rows in held_out.sets] == [size] * len(held_out.sets)
@@ -37,7 +37,7 @@ def check_drawn(pairs, held_out, size):
     return rest
 
 
-def test_a_pair_shares_a_sentence_however_it_is_written(tmp_path):
+def test_sentences_that_differ_only_in_case_and_punctuation_have_one_id(tmp_path):
     others = [
         ("Sentence number 3, of many!", "etwas ganz anderes hier"),  # the source of pair 3
         ("something else altogether", "SATZ NUMMER 5 VON VIELEN"),  # the target of pair 5
@@ -64,7 +64,7 @@ def test_a_pair_shares_a_sentence_however_it_is_written(tmp_path):
         ("broken on the way here", "kaputt fÃ¼r immer und ewig"),
     ],
 )
-def test_a_pair_that_says_nothing_of_a_translator_is_not_held_out(tmp_path, src, tgt):
+def test_a_pair_that_is_unfit_for_evaluation_is_not_held_out(tmp_path, src, tgt):
     assert look(tmp_path, [*GOOD, (src, tgt)]).is_fit.tolist() == [True] * 40 + [False]
 
 
@@ -75,7 +75,7 @@ def test_words_are_counted_and_every_pair_of_a_small_corpus_is_in_the_sample(tmp
     assert found.is_blank.tolist() == [False, True]
 
 
-def test_the_sample_of_a_large_corpus_is_from_all_over_it(tmp_path, monkeypatch):
+def test_the_sample_of_a_large_corpus_has_pairs_of_both_its_halves(tmp_path, monkeypatch):
     monkeypatch.setattr(split, "_SAMPLE_PAIRS", 10)
     sample = look(tmp_path, GOOD).sample
     assert len(sample) == 10
@@ -88,7 +88,7 @@ def test_a_corpus_without_a_pair_is_an_error(tmp_path):
         look(tmp_path, [])
 
 
-def test_sets_are_the_same_each_time_and_others_with_another_seed(tmp_path):
+def test_the_drawn_sets_are_reproducible_and_differ_with_another_seed(tmp_path):
     overview = look(tmp_path, GOOD)
     first, again, other = (split.draw(overview, 2, 10, seed) for seed in (3, 3, 4))
     assert [rows.tolist() for rows in first.sets] == [rows.tolist() for rows in again.sets]
@@ -97,7 +97,7 @@ def test_sets_are_the_same_each_time_and_others_with_another_seed(tmp_path):
     assert len(check_drawn(GOOD, first, 10)) == 20
 
 
-def test_where_sentences_stand_once_a_twentieth_is_drawn_up_to_the_most_that_is_asked_for(tmp_path):
+def test_each_set_is_a_twentieth_of_a_corpus_without_repeats_up_to_the_requested_size(tmp_path):
     pairs = [(f"sentence number {n} of many", f"Satz Nummer {n} von vielen") for n in range(600)]
     overview = look(tmp_path, pairs)
     assert len(check_drawn(pairs, split.draw(overview, 2, 1000, 1), 30)) == 540
@@ -113,7 +113,7 @@ def test_copies_of_a_pair_are_held_out_with_it(tmp_path):
     assert len(rest) == len(pairs) // 2
 
 
-def test_the_pairs_that_repeat_least_are_drawn_first(tmp_path):
+def test_the_least_repeated_pairs_are_drawn_first(tmp_path):
     pairs = [pair for n, pair in enumerate(GOOD) for _ in range(1 if n < 20 else 5)]
     rest = check_drawn(pairs, split.draw(look(tmp_path, pairs), 2, 1000, 1), 10)
     assert {*rest} == {*GOOD[20:]}
@@ -131,7 +131,7 @@ def test_all_translations_of_a_sentence_are_held_out_with_it(tmp_path, side):
     assert len(rest) == 1100 - 2 * 55
 
 
-def test_pairs_are_drawn_where_all_are_linked_by_sentences_that_they_share(tmp_path):
+def test_sets_are_drawn_even_if_shared_sentences_link_all_pairs_and_most_pairs_remain(tmp_path):
     pairs = [
         (f"this is source number {n % 400}", f"das ist Ziel Nummer {(n * 7 + n // 400) % 401}")
         for n in range(2000)
@@ -144,7 +144,7 @@ def test_pairs_are_drawn_where_all_are_linked_by_sentences_that_they_share(tmp_p
     assert len(rest) >= 0.75 * len(pairs)
 
 
-def test_a_corpus_that_cannot_lose_pairs_without_their_sentences_is_an_error(tmp_path):
+def test_a_corpus_with_too_few_separable_pairs_to_hold_out_is_an_error(tmp_path):
     pairs = [(f"source number {n % 3}", f"Ziel Nummer {n // 3}") for n in range(300)]
     with pytest.raises(DataError) as error:
         split.draw(look(tmp_path, pairs), 2, 1000, 1)
@@ -154,7 +154,7 @@ def test_a_corpus_that_cannot_lose_pairs_without_their_sentences_is_an_error(tmp
     )
 
 
-def test_nothing_is_drawn_that_shares_a_sentence_with_a_given_set(tmp_path):
+def test_pairs_that_share_a_sentence_with_a_given_set_are_not_fit_to_be_held_out(tmp_path):
     (tmp_path / "given").mkdir()
     own = [*GOOD[:3], ("Sentence number 3 of many?", "ein anderer Satz")]
     leaks, size = split.read_set(corpus(tmp_path / "given", own), "data.valid")
@@ -165,6 +165,6 @@ def test_nothing_is_drawn_that_shares_a_sentence_with_a_given_set(tmp_path):
     assert np.flatnonzero(overview.is_fit).tolist() == list(range(4, 40))
 
 
-def test_pairs_are_collected_by_their_numbers(tmp_path):
+def test_pairs_are_collected_by_their_row_numbers(tmp_path):
     found = split.collect(corpus(tmp_path, GOOD), np.array([0, 7, 39]))
     assert [(pair.src, pair.tgt) for pair in found] == [GOOD[0], GOOD[7], GOOD[39]]

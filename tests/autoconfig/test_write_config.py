@@ -39,7 +39,7 @@ startup_s = benchmark.startup_s
 
 @pytest.fixture(autouse=True)
 def no_trials(monkeypatch):
-    """Train no model, but count its weights: what is tested is what is chosen and written."""
+    """Replace training trials by fixed speeds; only the parameters of each model are counted."""
 
     def counted(preset, batch_tokens, sample, device, consistency=None):
         num_weights = num_parameters(build_model(preset.model, sample.tokenizer))
@@ -54,7 +54,7 @@ def no_trials(monkeypatch):
 
 @pytest.fixture
 def short_trials(monkeypatch, no_trials):
-    """Train each model that is tried for two updates."""
+    """Run real trials of two updates each."""
     monkeypatch.setattr(benchmark, "measure", measure)
     monkeypatch.setattr(benchmark, "_WINDOW_S", 0.0)
     monkeypatch.setattr(benchmark, "_WARMUP_BATCHES", 1)
@@ -101,7 +101,7 @@ def read(path):
     return Path(path).read_text(encoding="utf-8").splitlines()
 
 
-def test_the_config_that_is_written_trains_on_the_corpus_without_what_is_held_out():
+def test_the_written_config_excludes_the_held_out_pairs_from_training():
     init()
     run = tokenized(written())
     assert read_counts(run.data_dir) == {"held-out-pair": 40}
@@ -110,7 +110,7 @@ def test_the_config_that_is_written_trains_on_the_corpus_without_what_is_held_ou
     assert {*held_out} <= {*read("a.en")}
 
 
-def test_held_out_files_are_pairs_of_the_corpus():
+def test_each_held_out_set_has_20_pairs_of_the_corpus():
     init()
     pairs = {*zip(read("a.en"), read("a.de"), strict=True)}
     for name in ("valid", "test"):
@@ -119,7 +119,7 @@ def test_held_out_files_are_pairs_of_the_corpus():
         assert {*held_out} <= pairs
 
 
-def test_files_of_ones_own_are_named_and_nothing_is_held_out():
+def test_given_valid_and_test_files_are_used_and_nothing_is_held_out():
     write(Path("v.en"), ["one two"])
     write(Path("v.de"), ["eins zwei"])
     report = init(valid=("v.en", "v.de"), test=("v.en", "v.de"))
@@ -131,7 +131,7 @@ def test_files_of_ones_own_are_named_and_nothing_is_held_out():
 
 
 @pytest.mark.parametrize("other", ["en", "EN"])
-def test_held_out_files_of_one_language_on_both_sides_have_a_name_for_each(other):
+def test_held_out_files_have_distinct_names_if_both_sides_have_the_same_language(other):
     report = init(languages=("en", other), output="en-de.yaml")
     assert report[0].startswith("wrote     en-de.valid.src.en and en-de.valid.tgt.")
     config = written()
@@ -150,7 +150,7 @@ def test_the_same_corpus_gives_the_same_held_out_pairs():
     assert read("en-de.test.en") == first
 
 
-def test_a_corpus_in_which_hardly_a_sentence_stands_once_is_split_and_planned_by_what_is_left():
+def test_a_corpus_of_repeated_sentences_is_split_and_its_remaining_pairs_are_counted():
     lines = sentences(400)
     lines = [line for n, line in enumerate(lines) for _ in range(1 if n < 15 else 2 + n % 4)]
     write(Path("a.en"), lines)
@@ -169,7 +169,7 @@ def test_a_corpus_in_which_hardly_a_sentence_stands_once_is_split_and_planned_by
     assert f"# en-de, {num_kept:,} pairs, by `mtrain init`." in read("en-de.yaml")
 
 
-def test_the_dropout_of_a_corpus_with_copies_is_that_of_its_different_pairs():
+def test_the_dropout_depends_on_the_reads_of_each_different_pair():
     init(output="once.yaml")
     lines = [read(path) * 10 for path in ("a.en", "a.de")]
     for path, side in zip(("a.en", "a.de"), lines, strict=True):
@@ -178,7 +178,7 @@ def test_the_dropout_of_a_corpus_with_copies_is_that_of_its_different_pairs():
     assert written("copies.yaml").model.dropout == written("once.yaml").model.dropout == 0.3
 
 
-def test_pairs_that_are_read_often_are_trained_on_with_a_consistency_loss_at_its_own_speed(
+def test_a_long_budget_adds_the_consistency_loss_and_plans_with_its_measured_speed(
     monkeypatch,
 ):
     plain, consistent = Said(), Said()
@@ -212,7 +212,7 @@ def test_pairs_that_share_one_sentence_with_a_held_out_pair_are_dropped_and_coun
     assert said.lines[1].startswith(f"training  {800 - sum(counts.values())} pairs, ")
 
 
-def test_pairs_that_stand_in_given_sets_are_not_planned_with():
+def test_pairs_of_the_given_sets_are_not_counted_as_training_pairs():
     for side in ("en", "de"):
         write(Path(f"v.{side}"), read(f"a.{side}")[:300])
     said = Said()
@@ -224,7 +224,7 @@ def test_pairs_that_stand_in_given_sets_are_not_planned_with():
     assert read_counts(tokenized(written()).data_dir) == {"held-out-pair": 300}
 
 
-def test_given_sets_that_are_the_whole_corpus_are_an_error():
+def test_given_sets_that_contain_the_whole_corpus_are_an_error():
     with pytest.raises(DataError) as error:
         init(valid=("a.en", "a.de"), test=("a.en", "a.de"))
     assert str(error.value) == (
@@ -233,7 +233,7 @@ def test_given_sets_that_are_the_whole_corpus_are_an_error():
     assert not list(Path().glob("en-de*"))
 
 
-def test_a_check_of_the_config_that_is_written_warns_of_nothing_that_was_held_out(tmp_path):
+def test_an_audit_of_the_written_config_reports_only_notes(tmp_path):
     init()
     config = written()
     (tmp_path / "lists").mkdir()
@@ -243,7 +243,7 @@ def test_a_check_of_the_config_that_is_written_warns_of_nothing_that_was_held_ou
 
 
 def forms():
-    """Write the corpus in other forms; return each as in a config."""
+    """Write the corpus in other formats; return the text of `data.train` for each."""
     pairs = [*zip(read("a.en"), read("a.de"), strict=True)]
     write(Path("a.tsv"), ["\t".join(pair) for pair in pairs])
     rows = [{"text": dict(zip(("en", "de"), pair, strict=True))} for pair in pairs]
@@ -261,7 +261,7 @@ def forms():
 
 
 @pytest.mark.parametrize("form", ["tsv", "jsonl", "parquet", "hub", "mixture"])
-def test_every_form_of_a_corpus_is_read_split_and_written(form):
+def test_init_reads_and_splits_every_corpus_format_and_writes_it_to_the_config(form):
     corpus = forms()[form]
     said = Said()
     request = write_config.parse_request(
@@ -276,7 +276,7 @@ def test_every_form_of_a_corpus_is_read_split_and_written(form):
     assert dropped == num_pairs // 10
 
 
-def test_the_length_of_lines_without_spaces_is_in_letters():
+def test_the_length_of_text_without_spaces_is_reported_in_letters():
     letters = {ord("a") + number: chr(0x4E00 + number) for number in range(26)} | {ord(" "): None}
     write(Path("a.zh"), [line.translate(letters) for line in read("a.en")])
     said = Said()
@@ -308,7 +308,7 @@ def init_said(*overrides):
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])
-def test_the_header_of_a_table_is_noticed_left_out_and_said(is_mixture):
+def test_the_header_of_a_table_is_detected_skipped_and_reported(is_mixture):
     table = write_tables("English\tGerman", "source\ttarget")
     train = f"[{table[:-1]}, weight: 1}}]" if is_mixture else table
     said = init_said(f"data.train={train}")
@@ -322,13 +322,13 @@ def test_the_header_of_a_table_is_noticed_left_out_and_said(is_mixture):
     assert "English" not in read("new.valid.en") + read("new.test.en")
 
 
-def test_the_header_of_a_given_set_is_left_out():
+def test_the_header_of_a_given_set_is_detected_and_recorded_in_the_config():
     write(Path("v.tsv"), ["en\tde", "ba ce\tBA CE"])
     init(overrides=["data.valid={tsv: [v.tsv]}"])
     assert written().data.valid == TsvCorpus(tsv=["v.tsv"], header=True)
 
 
-def test_a_table_among_others_without_a_header_keeps_its_first_line_which_is_said():
+def test_a_header_that_not_every_table_has_is_kept_as_a_pair_and_reported():
     said = init_said(f"data.train={write_tables('en	de', None)}")
     assert (
         said[0] == "header    0.tsv: en TAB de: a pair, as other files of the corpus have no header"
@@ -337,14 +337,14 @@ def test_a_table_among_others_without_a_header_keeps_its_first_line_which_is_sai
     assert written("new.yaml").data.train.header is None
 
 
-def test_what_the_user_says_of_a_header_stands():
+def test_an_explicit_header_setting_is_not_overridden():
     table = write_tables("en\tde")
     said = init_said(f"data.train={table[:-1]}, header: false}}")
     assert said[0].startswith("corpus    401 pairs")
     assert written("new.yaml").data.train.header is False
 
 
-def test_sets_in_any_form_are_named_and_read():
+def test_valid_and_test_sets_can_be_given_as_tsv_by_overrides():
     forms()
     write(Path("b.en"), lines := sentences(100, seed=3))
     write(Path("b.de"), lines)
@@ -355,7 +355,7 @@ def test_sets_in_any_form_are_named_and_read():
     assert data.clean == ["blank-side", "held-out-pair"]
 
 
-def test_a_set_that_is_not_given_is_drawn_apart_from_those_that_are():
+def test_a_drawn_validation_set_shares_no_source_with_a_given_test_set():
     for side in ("en", "de"):
         write(Path(f"t.{side}"), read(f"a.{side}")[:100])
     init(test=("t.en", "t.de"))
@@ -376,7 +376,7 @@ def test_a_set_that_is_not_given_is_drawn_apart_from_those_that_are():
         ("data.valid={jsonl: [a]}", "--set: `data.valid.src` must be given, but is missing."),
     ],
 )
-def test_a_corpus_that_is_none_is_an_error(override, message):
+def test_an_override_that_is_not_a_valid_corpus_is_an_error(override, message):
     with pytest.raises(ConfigError) as error:
         parse(overrides=[override])
     assert str(error.value).startswith(message)
@@ -390,13 +390,13 @@ def test_a_corpus_that_is_none_is_an_error(override, message):
         ("--test", "data.tests", {"test": ("a.en", "a.de")}),
     ],
 )
-def test_a_corpus_is_named_once(option, key, files):
+def test_a_corpus_named_by_an_option_and_an_override_is_an_error(option, key, files):
     with pytest.raises(ConfigError) as error:
         parse(overrides=[f"{key}={{tsv: [a.tsv]}}"], **files)
     assert str(error.value) == f"`{option}` has no effect with `--set {key}=...`; leave it out."
 
 
-def test_a_corpus_must_be_named():
+def test_init_without_a_corpus_is_an_error():
     with pytest.raises(ConfigError) as error:
         write_config.parse_request(("en", "de"), {}, [], "10m", "cpu", None, None)
     assert str(error.value) == (
@@ -405,7 +405,9 @@ def test_a_corpus_must_be_named():
 
 
 @pytest.mark.parametrize(("load", "spread", "is_said"), [(0.4, 1.4, 0), (0.6, 1.0, 1), (0, 1.6, 1)])
-def test_a_busy_machine_is_noticed_and_said(monkeypatch, load, spread, is_said):
+def test_a_busy_machine_gives_a_warning_and_an_idle_one_does_not(
+    monkeypatch, load, spread, is_said
+):
     counted = benchmark.measure
     monkeypatch.setattr(benchmark, "load_average", lambda: load)
     monkeypatch.setattr(
@@ -418,10 +420,10 @@ def test_a_busy_machine_is_noticed_and_said(monkeypatch, load, spread, is_said):
     assert all(f"speeds varied {spread}-fold, load {load:.1f} a pro" in line for line in warnings)
 
 
-def test_what_the_budget_pays_for_besides_updates_is_said_and_taken_off(monkeypatch):
+def test_time_for_tokenizing_and_evaluation_is_reported_and_subtracted_from_the_budget(monkeypatch):
     monkeypatch.setattr(benchmark, "seconds_per_sentence", lambda *arguments: 0.5)
     monkeypatch.setattr(benchmark, "startup_s", lambda: 3.0)
-    monkeypatch.setattr(write_config, "time", Clock([0]))  # of tokenizing
+    monkeypatch.setattr(write_config, "time", Clock([0]))  # times tokenizing
     report = init()
     assert report[4] == "          tokenizing, the last validations and the test sets: 36 seconds"
     assert written().training.max_minutes == (600 - 36) / 60
@@ -440,7 +442,7 @@ def test_the_start_of_a_process_is_timed(monkeypatch):
     assert len(started) == 1
 
 
-def test_a_translation_is_timed(short_trials):
+def test_translation_time_is_measured_with_greedy_and_beam_search(short_trials):
     pairs = [*overview().sample.values()]
     sample = benchmark.encode(pairs, write_config._train_tokenizer(pairs, 400))
     lines = [src for src, _ in pairs]
@@ -449,7 +451,9 @@ def test_a_translation_is_timed(short_trials):
         assert seconds_per_sentence(presets.PRESETS[0], sample, lines, decoding, "cpu") > 0
 
 
-def test_a_model_is_tried_by_real_updates_of_its_size(short_trials, monkeypatch):
+def test_a_trial_trains_a_model_of_the_presets_size_and_measures_its_speed(
+    short_trials, monkeypatch
+):
     monkeypatch.setattr(device, "is_own_process", lambda: True)
     pairs = [*overview().sample.values()]
     vocabulary = write_config._train_tokenizer(pairs, 400)
@@ -467,7 +471,7 @@ def test_a_model_is_tried_by_real_updates_of_its_size(short_trials, monkeypatch)
 
 
 class Clock:
-    """A clock by which each window of a measurement takes the next of some durations."""
+    """A fake clock: each measured window takes the next of the given durations."""
 
     def __init__(self, durations):
         self.steps = iter([step for seconds in durations for step in (0, seconds / 2, seconds / 2)])
@@ -486,7 +490,7 @@ class Clock:
         ([4, 4, 4, 4, 40, *[4] * 10], 4, 10),
     ],
 )
-def test_a_speed_is_the_median_of_windows_more_of_them_where_they_differ(
+def test_the_speed_is_the_median_of_windows_and_variation_adds_windows(
     short_trials, monkeypatch, durations, median, spread
 ):
     pairs = [*overview().sample.values()]
@@ -501,7 +505,7 @@ def test_a_speed_is_the_median_of_windows_more_of_them_where_they_differ(
     assert next(clock.steps, None) is None, "no more and no fewer windows"
 
 
-def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(monkeypatch):
+def test_presets_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(monkeypatch):
     tried = []
 
     def measure(preset, batch_tokens, sample, device, consistency):
@@ -523,7 +527,7 @@ def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(mon
         assert told == [f"trying {name}" for name in names]
 
 
-def test_a_short_budget_is_tried_again_with_the_smaller_batches_that_it_gets(monkeypatch):
+def test_a_short_budget_repeats_the_trial_with_smaller_batches(monkeypatch):
     tried = []
 
     def measure(preset, batch_tokens, sample, device, consistency):
@@ -538,7 +542,7 @@ def test_a_short_budget_is_tried_again_with_the_smaller_batches_that_it_gets(mon
     assert len(said.lines) == 2
 
 
-def test_what_is_measured_and_chosen_is_said(short_trials):
+def test_init_prints_its_measurements_and_the_next_commands_within_80_columns(short_trials):
     said = Said()
     report = init(said)
     assert said.lines[:3] == [
@@ -557,13 +561,13 @@ def test_what_is_measured_and_chosen_is_said(short_trials):
     assert "warning" not in str(report)
 
 
-def test_the_commands_that_are_shown_last_can_be_pasted_into_a_shell():
+def test_the_next_commands_are_quoted_for_the_shell():
     report = init(output="my own.yaml")
     commands = [shlex.split(line.removeprefix("next")) for line in report[-2:]]
     assert commands == [["mtrain", verb, "my own.yaml"] for verb in ("check", "train")]
 
 
-def test_too_little_time_is_warned_of():
+def test_a_budget_too_short_for_the_corpus_gives_a_warning():
     report = init(budget_s=0.01)
     assert "warning   that is little time for this corpus: take a longer --budget" in report
 
@@ -579,18 +583,18 @@ def test_too_little_time_is_warned_of():
         (6_000_000, "1,666.7 hours"),
     ],
 )
-def test_the_time_is_said_in_words(seconds, said):
+def test_a_duration_is_formatted_in_words(seconds, said):
     assert write_config._format_time(seconds) == said
 
 
-def test_every_line_of_the_config_fits_and_every_choice_is_explained():
+def test_the_written_config_has_lines_of_at_most_100_characters_and_over_10_comments():
     init()
     lines = read(Path("en-de.yaml"))
     assert all(len(line) <= 100 for line in lines)
     assert sum("#" in line for line in lines) > 10
 
 
-def test_what_is_done_is_told_while_it_is_done():
+def test_progress_reports_the_stages_of_init_in_order():
     told = []
     write_config.init(parse(), Said(), lambda _: told.append("reading"), told.append)
     stages = ["reading", "learning subwords", "trying tiny", "translating"]
@@ -598,7 +602,7 @@ def test_what_is_done_is_told_while_it_is_done():
     assert list(dict.fromkeys(told)) == stages
 
 
-def test_only_a_size_that_the_budget_can_teach_is_called_the_largest_that_it_can():
+def test_the_config_calls_the_preset_the_largest_only_if_the_budget_suffices_for_it():
     init(budget_s=1e8)
     text = Path("en-de.yaml").read_text("utf-8")
     assert "The largest that sees\n# 5 tokens a weight in the time" in text
@@ -608,19 +612,19 @@ def test_only_a_size_that_the_budget_can_teach_is_called_the_largest_that_it_can
     assert "largest" not in text
 
 
-def test_a_training_of_few_updates_logs_some_of_them():
+def test_a_training_of_few_updates_logs_every_update():
     init(budget_s=0.01)
     assert written().training.log_every == 1
 
 
-def test_a_place_that_cannot_be_written_is_an_error_before_anything_is_measured():
+def test_an_output_path_that_cannot_be_written_is_an_error_before_anything_is_measured():
     Path("file").write_text("x")
     with pytest.raises(WriteError, match=r"^file/en-de\.yaml: cannot be written: "):
         parse(output="file/en-de.yaml")
 
 
 @pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])
-def test_no_file_is_written_over(name):
+def test_an_existing_file_is_not_overwritten(name):
     Path(name).write_text("mine\n")
     with pytest.raises(ConfigError, match=f"^{name}: already exists; choose another with -o"):
         parse()
@@ -628,7 +632,7 @@ def test_no_file_is_written_over(name):
     assert [path.name for path in Path().glob("en-de*")] == [name]
 
 
-def test_a_run_folder_that_is_taken_is_an_error_before_anything_is_done():
+def test_an_existing_run_folder_is_an_error_before_anything_is_written():
     folder = Path("runs/en-de")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("mine\n")
@@ -647,14 +651,14 @@ def test_a_corpus_with_too_few_pairs_to_hold_some_out_is_an_error():
     assert not list(Path().glob("en-de*"))
 
 
-def test_a_corpus_of_few_words_gets_the_vocabulary_that_it_can_fill():
+def test_a_corpus_of_few_words_gets_a_vocabulary_below_the_usual_size():
     tokenizer = write_config._train_tokenizer([*overview().sample.values()], 10**6)
     assert len(tokenizer.tgt) < presets.vocabulary_size(10**6)
 
 
-def test_a_vocabulary_that_only_the_held_out_pairs_fill_is_not_chosen():
+def test_the_vocabulary_size_can_be_trained_without_the_held_out_pairs():
     rng, lines = random.Random(5), sentences(400)
-    for row in range(12):  # words that stand once, some of them in what is held out
+    for row in range(12):  # words that occur once, some of them in held-out pairs
         word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=9))
         lines[row * 400 // 12] += f" {word}"
     write(Path("a.en"), lines)
@@ -665,7 +669,7 @@ def test_a_vocabulary_that_only_the_held_out_pairs_fill_is_not_chosen():
     tokenized(config)
 
 
-def test_a_corpus_of_one_pair_gets_a_config_that_trains_on_it():
+def test_a_corpus_of_one_pair_gets_a_config_that_can_be_tokenized():
     write(Path("a.en"), ["a b"])
     write(Path("a.de"), ["A B"])
     write(Path("v.en"), ["one two"])
@@ -680,7 +684,7 @@ def test_a_corpus_of_one_pair_gets_a_config_that_trains_on_it():
     tokenized(config)
 
 
-def test_a_corpus_of_many_characters_gets_the_vocabulary_that_has_room_for_them():
+def test_a_corpus_of_many_characters_gets_a_vocabulary_that_covers_them_without_bytes():
     for name in ("a.en", "a.de"):
         first = ord("\u4e00") if name == "a.en" else ord("\uac00")
         write(Path(name), ["".join(map(chr, range(n, n + 9))) for n in range(first, first + 900)])
@@ -693,7 +697,7 @@ def test_a_corpus_of_many_characters_gets_the_vocabulary_that_has_room_for_them(
 
 @pytest.mark.parametrize("code", ["", "a/b", "..", "a b", "-x", "a.b", "a\n"])
 @pytest.mark.parametrize("side", ["src", "tgt"])
-def test_a_language_that_is_no_code_is_an_error_before_anything_is_done(side, code):
+def test_an_invalid_language_code_is_an_error_before_anything_is_written(side, code):
     before = sorted(Path().rglob("*"))
     with pytest.raises(ConfigError) as error:
         parse(languages=(code, "de") if side == "src" else ("en", code))
@@ -704,7 +708,7 @@ def test_a_language_that_is_no_code_is_an_error_before_anything_is_done(side, co
 
 
 @pytest.mark.parametrize("key", ["train", "valid", "run", "output"])
-def test_a_path_that_no_config_can_name_is_an_error_before_anything_is_done(key):
+def test_a_path_that_is_not_utf8_is_an_error(key):
     name = "a\udcff"
     with pytest.raises(ConfigError) as error:
         parse(**{key: name if key in ("run", "output") else ("a.en", name)})
@@ -714,17 +718,17 @@ def test_a_path_that_no_config_can_name_is_an_error_before_anything_is_done(key)
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400)]
 )
-def test_a_budget_is_read(text, seconds):
+def test_a_budget_is_parsed_into_seconds(text, seconds):
     assert write_config.parse_budget(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "30", "m", "0m", "30min", "1m1h", "-5m", "9" * 30 + "h"])
-def test_a_budget_that_is_no_time_is_an_error(text):
+def test_an_invalid_budget_is_an_error(text):
     with pytest.raises(ConfigError, match="`--budget` must be a time such as 30m or 1h30m"):
         write_config.parse_budget(text)
 
 
-def test_odd_names_of_files_and_languages_are_written_so_that_they_are_read_back():
+def test_unusual_file_and_language_names_survive_writing_and_loading_the_config():
     src, tgt = Path("odd: name, [1].en"), Path("# no.de")
     src.write_text(Path("a.en").read_text())
     tgt.write_text(Path("a.de").read_text())
@@ -734,7 +738,7 @@ def test_odd_names_of_files_and_languages_are_written_so_that_they_are_read_back
     assert config.data.train == FilesCorpus(src=[str(src)], tgt=[str(tgt)])
 
 
-def test_the_verb_writes_what_it_says_and_its_messages_go_where_they_belong(
+def test_the_init_command_prints_its_report_to_stdout_and_its_measurements_to_stderr(
     short_trials, monkeypatch, capfdbinary
 ):
     from mtrain.cli.main import main

@@ -1,4 +1,4 @@
-"""The command line as users meet it: one line in, one line out, and one line for each mistake."""
+"""The command line: one output line for each input line, and a one-line message for each error."""
 
 import gzip
 import json
@@ -68,13 +68,13 @@ ODD_LINES = [
 
 @pytest.fixture
 def copied(trained: RunDir, tmp_path: Path) -> RunDir:
-    """A copy of the trained run that a test may spoil."""
+    """A copy of the trained run that a test may damage."""
     shutil.copytree(trained.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
 
 def error_line(outcome: object) -> str:
-    """Return the one line of a user's error, and hold the command to exit code 2."""
+    """Return the one-line error message; check that the exit code is 2."""
     code, err = getattr(outcome, "code", None), getattr(outcome, "err", "")
     assert code == 2, err
     assert err.count("\n") == 1
@@ -82,7 +82,7 @@ def error_line(outcome: object) -> str:
     return str(err.removeprefix("mtrain: ").rstrip("\n"))
 
 
-def test_a_translator_trained_by_the_command_line_scores_90_bleu(
+def test_a_model_trained_by_the_command_line_scores_at_least_90_bleu(
     trained: RunDir, shell: Shell
 ) -> None:
     result = shell("eval", trained.path, "--json")
@@ -101,7 +101,7 @@ def test_translate_reads_stdin_and_writes_stdout(trained: RunDir, shell: Shell) 
     assert sum(a == b for a, b in zip(translations, lines, strict=True)) >= 16
 
 
-def test_a_file_gives_what_stdin_gives_and_so_does_its_gzip(
+def test_a_file_and_its_gzip_give_the_same_translations_as_stdin(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     raw = "".join(f"{pair.src}\n" for pair in copy_task(20, 4)).encode()
@@ -114,7 +114,9 @@ def test_a_file_gives_what_stdin_gives_and_so_does_its_gzip(
     assert cli("translate", trained.path, tmp_path / "in.gz") == by_stdin
 
 
-def test_an_output_file_holds_what_stdout_would(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_an_output_file_holds_the_same_bytes_as_stdout(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
     path = tmp_path / "deep" / "out"
     direct = cli("translate", trained.path, stdin=b"ba ce\ndi fo\n")
     outcome = cli("translate", trained.path, "-o", path, stdin=b"ba ce\ndi fo\n")
@@ -125,7 +127,9 @@ def test_an_output_file_holds_what_stdout_would(cli: Cli, trained: RunDir, tmp_p
     assert path.read_bytes() == direct.out
 
 
-def test_translate_gives_a_line_for_every_line_whatever_it_holds(cli: Cli, trained: RunDir) -> None:
+def test_translate_writes_one_line_for_every_line_of_unusual_text(
+    cli: Cli, trained: RunDir
+) -> None:
     raw = "".join(f"{line}\n" for line in ODD_LINES).encode()
     outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
     assert outcome.code == 0
@@ -151,7 +155,9 @@ def test_translate_gives_a_line_for_every_line_whatever_it_holds(cli: Cli, train
         (b"\r", 1),
     ],
 )
-def test_the_last_line_need_not_be_ended(cli: Cli, trained: RunDir, raw: bytes, count: int) -> None:
+def test_lines_are_counted_by_newlines_and_an_unterminated_last_line_counts(
+    cli: Cli, trained: RunDir, raw: bytes, count: int
+) -> None:
     outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
     assert (outcome.code, len(outcome.lines)) == (0, count)
 
@@ -174,7 +180,7 @@ def test_invalid_utf8_is_replaced_with_a_warning_that_names_the_line(
     ]
 
 
-def test_a_line_of_ten_thousand_words_is_one_line(cli: Cli, trained: RunDir) -> None:
+def test_a_line_of_ten_thousand_words_gives_one_output_line(cli: Cli, trained: RunDir) -> None:
     raw = (" ".join(WORDS * 667) + "\nba ce\n").encode()
     outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
     assert (outcome.code, len(outcome.lines)) == (0, 2)
@@ -185,7 +191,7 @@ def test_a_line_of_ten_thousand_words_is_one_line(cli: Cli, trained: RunDir) -> 
 @example(["\n"])
 @example(["ba", "", "\r"])
 @given(st.lists(st.text(max_size=12), max_size=6))
-def test_any_text_gives_as_many_lines_as_it_has(
+def test_any_text_gives_as_many_output_lines_as_input_lines(
     cli: Cli, trained: RunDir, lines: list[str]
 ) -> None:
     raw = "".join(f"{line}\n" for line in lines).encode()
@@ -196,7 +202,9 @@ def test_any_text_gives_as_many_lines_as_it_has(
 
 @settings(max_examples=15)
 @given(st.binary(max_size=60))
-def test_any_bytes_give_as_many_lines_as_they_have(cli: Cli, trained: RunDir, raw: bytes) -> None:
+def test_any_bytes_give_as_many_output_lines_as_input_lines(
+    cli: Cli, trained: RunDir, raw: bytes
+) -> None:
     outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
     assert outcome.code == 0
     assert len(outcome.lines) == raw.count(b"\n") + (raw != b"" and not raw.endswith(b"\n"))
@@ -219,7 +227,7 @@ def test_a_run_folder_that_was_moved_still_translates_and_evaluates(
     assert cli("translate", "moved", stdin=b"ba ce\n") == translated
 
 
-def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
+def test_decoding_options_are_taken_from_the_run_unless_given(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.decode import translator
@@ -254,7 +262,7 @@ def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
     assert seen[2][0] == replace(own, sampling=Sampling(0.5, 4, 0.9))
 
 
-def test_every_format_holds_the_same_translations(
+def test_text_tsv_and_jsonl_hold_the_same_translations(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     raw, links = b"ba ce di\n\nfo gu\n", tmp_path / "links"
@@ -276,7 +284,7 @@ def test_every_format_holds_the_same_translations(
     assert links.read_text("utf-8") == "0-0 1-1 2-2\n\n0-0 1-1\n"
 
 
-def test_several_runs_translate_as_one_and_a_file_comes_last(
+def test_a_run_given_twice_translates_as_once_and_the_input_file_comes_last(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     (tmp_path / "in").write_text("ba ce\n", encoding="utf-8")
@@ -285,7 +293,9 @@ def test_several_runs_translate_as_one_and_a_file_comes_last(
     assert cli("translate", trained.path, trained.path, stdin=b"ba ce\n").lines == alone
 
 
-def test_a_prefix_file_says_how_each_line_begins(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_a_prefix_file_sets_the_beginning_of_each_translation(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
     (tmp_path / "prefix").write_text("tu\n\n", encoding="utf-8")
     options = ["--prefix", tmp_path / "prefix"]
     lines = cli("translate", trained.path, *options, stdin=b"ba ce\nfo gu\n").lines
@@ -295,7 +305,7 @@ def test_a_prefix_file_says_how_each_line_begins(cli: Cli, trained: RunDir, tmp_
     assert said == "`--prefix` must have a line for each line of the input, but ends at line 2."
 
 
-def test_at_a_terminal_a_bar_says_sentences_a_second_and_warnings_stand_above_it(
+def test_a_progress_bar_shows_sentences_per_second_and_does_not_break_up_warnings(
     trained: RunDir, tmp_path: Path
 ) -> None:
     (tmp_path / "in").write_text("ba ce\n" * 50 + "ba\xff\n", encoding="latin-1")
@@ -307,10 +317,10 @@ def test_at_a_terminal_a_bar_says_sentences_a_second_and_warnings_stand_above_it
     assert (tmp_path / "out").read_text("utf-8").count("\n") == 51
 
 
-def test_a_line_of_two_hundred_thousand_characters_costs_no_other_line(
+def test_a_line_of_200_000_characters_is_translated_in_parts_and_affects_no_other_line(
     cli: Cli, trained: RunDir
 ) -> None:
-    """It is cut at the longest training pair; whole, attention would need its square."""
+    """It is split at the training length; attention over the whole would be quadratic in it."""
     endless = ("ba ce di fo. " * 16_000)[:200_000]
     stdin = f"ba ce\n{endless}\nlo mu\n".encode()
     outcome = cli("translate", trained.path, "--beam", "1", stdin=stdin)
@@ -326,7 +336,7 @@ def test_a_line_of_two_hundred_thousand_characters_costs_no_other_line(
     assert long.startswith(" ".join(part.lines * num_whole))
 
 
-def test_a_long_line_is_cut_at_the_longest_training_pair_unless_asked_otherwise(
+def test_a_line_over_the_training_length_is_split_unless_an_option_changes_this(
     cli: Cli, trained: RunDir
 ) -> None:
     line = b"ba ce di fo. " * 10
@@ -371,14 +381,14 @@ def test_options_that_would_do_nothing_or_cannot_be_met_are_refused(
         ["--compare", "other"],
     ],
 )
-def test_options_of_metrics_stand_for_nothing_beside_scores_of_the_model(
+def test_metric_options_are_refused_with_eval_score(
     cli: Cli, trained: RunDir, option: list[str]
 ) -> None:
     said = error_line(cli("eval", trained.path, "--score", *option))
     assert said == f"`{option[0]}` has no effect with `--score`; leave it out."
 
 
-def test_a_score_is_the_one_that_the_search_gave_the_same_line(
+def test_eval_score_equals_the_score_that_the_search_gave_the_same_translation(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     run = shutil.copytree(trained.path, tmp_path / "run")
@@ -400,12 +410,12 @@ def test_a_score_is_the_one_that_the_search_gave_the_same_line(
         assert float(row[3]) == pytest.approx(tree["log_prob"], abs=3e-5)
 
 
-def test_every_verb_is_held_to_these_rules() -> None:
+def test_the_list_of_verbs_in_this_file_is_complete() -> None:
     assert sorted(typer.main.get_command(app).commands) == sorted(VERBS)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_has_an_example_fits_the_screen_and_the_example_is_that_verb(
+def test_the_help_of_a_verb_fits_80_columns_and_has_an_example_of_that_verb(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -417,13 +427,13 @@ def test_help_has_an_example_fits_the_screen_and_the_example_is_that_verb(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_shows_what_may_be_left_out_in_one_pair_of_brackets(cli: Cli, verb: str) -> None:
+def test_help_shows_optional_arguments_in_single_brackets(cli: Cli, verb: str) -> None:
     usage = cli(verb, "--help").lines[0]
     assert f"mtrain {verb} " in usage
     assert "[[" not in usage
 
 
-def test_help_lists_every_verb_in_whole_sentences_and_fits_the_screen(
+def test_help_lists_every_verb_with_an_untruncated_description_in_80_columns(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -455,7 +465,7 @@ def test_help_lists_every_verb_in_whole_sentences_and_fits_the_screen(
         ),
     ],
 )
-def test_a_command_that_cannot_be_parsed_is_one_line_and_exits_with_2(
+def test_an_invalid_command_line_gives_a_one_line_error_and_exits_with_2(
     cli: Cli, arguments: str, message: str | None
 ) -> None:
     outcome = cli(*arguments.split())
@@ -470,14 +480,14 @@ def test_mtrain_alone_shows_its_help_and_exits_with_2(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_length_alpha_that_is_no_finite_number_is_refused(
+def test_a_length_alpha_that_is_not_finite_is_refused(
     cli: Cli, trained: RunDir, value: str
 ) -> None:
     outcome = cli("translate", trained.path, "--length-alpha", value, stdin=b"ba ce\n")
     assert (outcome.code, outcome.out) == (2, b"")
 
 
-def test_a_config_error_is_one_line_with_file_and_key(cli: Cli, tmp_path: Path) -> None:
+def test_a_config_error_is_one_line_with_its_file_and_key(cli: Cli, tmp_path: Path) -> None:
     path = write_task(tmp_path)
     said = error_line(cli("train", path, "--set", "training.warmup_steps=-3"))
     assert said == f"{path}: `training.warmup_steps` must be >= 0, but is -3 instead."
@@ -495,7 +505,7 @@ def test_set_and_run_override_the_config(cli: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_in_the_corpora_is_one_line(cli: Cli, tmp_path: Path) -> None:
+def test_an_error_in_the_corpora_is_a_one_line_message(cli: Cli, tmp_path: Path) -> None:
     path = write_task(tmp_path)
     (tmp_path / "valid.tgt").write_bytes(b"ba\n")
     said = error_line(cli("tokenize", path))
@@ -505,7 +515,9 @@ def test_an_error_in_the_corpora_is_one_line(cli: Cli, tmp_path: Path) -> None:
     )
 
 
-def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_keeps_its_traceback(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(path: Path, overrides: object, run: object) -> None:
         raise ZeroDivisionError
 
@@ -523,7 +535,9 @@ def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("verb", ["translate", "eval"])
-def test_a_run_that_is_not_there_is_named(cli: Cli, tmp_path: Path, verb: str) -> None:
+def test_a_run_path_that_is_missing_or_a_file_is_reported(
+    cli: Cli, tmp_path: Path, verb: str
+) -> None:
     path = tmp_path / "absent"
     said = error_line(cli(verb, path))
     assert said == f"{path}: must be a run folder, but does not exist."
@@ -533,7 +547,7 @@ def test_a_run_that_is_not_there_is_named(cli: Cli, tmp_path: Path, verb: str) -
 
 
 @pytest.mark.parametrize("verb", ["translate", "eval"])
-def test_a_folder_that_is_no_run_is_named(cli: Cli, tmp_path: Path, verb: str) -> None:
+def test_a_folder_that_is_not_a_run_is_reported(cli: Cli, tmp_path: Path, verb: str) -> None:
     said = error_line(cli(verb, tmp_path))
     assert said == (
         f"{tmp_path}: must be a run folder, but has no config.yaml; "
@@ -542,21 +556,21 @@ def test_a_folder_that_is_no_run_is_named(cli: Cli, tmp_path: Path, verb: str) -
 
 
 @pytest.mark.parametrize("verb", ["translate", "eval"])
-def test_a_run_without_a_model_is_named(cli: Cli, copied: RunDir, verb: str) -> None:
+def test_a_run_without_a_model_is_reported(cli: Cli, copied: RunDir, verb: str) -> None:
     copied.model_path.unlink()
     said = error_line(cli(verb, copied.path))
     assert said == f"{copied.model_path}: is missing; `mtrain train CONFIG` makes it."
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a model", None])
-def test_a_damaged_model_is_named(cli: Cli, copied: RunDir, damage: bytes | None) -> None:
+def test_a_damaged_model_file_is_reported(cli: Cli, copied: RunDir, damage: bytes | None) -> None:
     whole = copied.model_path.read_bytes()
     copied.model_path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
     said = error_line(cli("translate", copied.path))
     assert said.startswith(f"{copied.model_path}: must be a whole safetensors file, but is not: ")
 
 
-def test_a_model_of_another_program_is_named(cli: Cli, copied: RunDir) -> None:
+def test_a_safetensors_file_of_another_program_is_refused(cli: Cli, copied: RunDir) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -568,7 +582,9 @@ def test_a_model_of_another_program_is_named(cli: Cli, copied: RunDir) -> None:
     )
 
 
-def test_a_missing_tokenizer_is_named_with_advice_that_helps(cli: Cli, copied: RunDir) -> None:
+def test_a_missing_tokenizer_is_reported_with_advice_to_restore_it(
+    cli: Cli, copied: RunDir
+) -> None:
     (copied.tokenizer_dir / "shared.model").unlink()
     said = error_line(cli("translate", copied.path))
     assert said == (
@@ -576,7 +592,7 @@ def test_a_missing_tokenizer_is_named_with_advice_that_helps(cli: Cli, copied: R
     )
 
 
-def test_a_damaged_tokenizer_is_named(cli: Cli, copied: RunDir) -> None:
+def test_a_damaged_tokenizer_file_is_reported(cli: Cli, copied: RunDir) -> None:
     path = copied.tokenizer_dir / "shared.model"
     path.write_bytes(b"damaged")
     said = error_line(cli("translate", copied.path))
@@ -585,7 +601,7 @@ def test_a_damaged_tokenizer_is_named(cli: Cli, copied: RunDir) -> None:
     )
 
 
-def test_a_foreign_tokenizer_is_refused(cli: Cli, copied: RunDir, tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_run_is_refused(cli: Cli, copied: RunDir, tmp_path: Path) -> None:
     other = write_task(tmp_path / "other", num_train=150)
     assert cli("tokenize", other).code == 0
     model = tmp_path / "other" / "run" / "tokenizer" / "shared.model"
@@ -605,7 +621,7 @@ def test_a_config_that_does_not_fit_the_model_is_refused(cli: Cli, copied: RunDi
     assert said.endswith("instead; restore the run's own config.yaml.")
 
 
-def test_a_damaged_config_of_a_run_is_named(cli: Cli, copied: RunDir) -> None:
+def test_a_damaged_config_of_a_run_is_reported(cli: Cli, copied: RunDir) -> None:
     copied.config_path.write_text("a: [", encoding="utf-8")
     said = error_line(cli("translate", copied.path))
     assert said.startswith(f"{copied.config_path}: line 1: must be valid YAML, but is not: ")
@@ -621,12 +637,12 @@ def test_a_run_without_test_sets_cannot_be_evaluated(cli: Cli, copied: RunDir) -
 
 
 @pytest.mark.parametrize("device", ["tpu", "meta"])
-def test_a_device_that_is_not_there_is_refused(cli: Cli, trained: RunDir, device: str) -> None:
+def test_an_unknown_device_is_refused(cli: Cli, trained: RunDir, device: str) -> None:
     said = error_line(cli("translate", trained.path, "--device", device, stdin=b"ba\n"))
     assert said == (f"`device` must be auto, cpu, cuda or cuda:N, but is {device!r} instead.")
 
 
-def test_an_input_that_cannot_be_read_is_one_line(
+def test_an_unreadable_input_gives_a_one_line_error(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     said = error_line(cli("translate", trained.path, tmp_path / "absent"))
@@ -636,7 +652,7 @@ def test_an_input_that_cannot_be_read_is_one_line(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "plain", "damaged"])
-def test_a_gzip_input_that_is_not_whole_is_one_line(
+def test_a_damaged_gzip_input_gives_a_one_line_error_and_no_output(
     cli: Cli, trained: RunDir, tmp_path: Path, damage: str
 ) -> None:
     path, raw = tmp_path / "in.gz", bytearray(gzip.compress(b"ba ce di fo\n" * 99))
@@ -652,7 +668,7 @@ def test_a_gzip_input_that_is_not_whole_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_cannot_be_written_is_one_line(
+def test_an_unwritable_output_gives_a_one_line_error(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("x")
@@ -673,7 +689,9 @@ def test_an_output_that_is_a_folder_is_refused_before_any_model_is_loaded(
         assert said == f"{tmp_path}: cannot be written: Is a directory."
 
 
-def test_two_outputs_are_two_files(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_two_outputs_to_the_same_file_are_refused_except_for_dev_null(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
     path, link = tmp_path / "out", tmp_path / "link"
     link.symlink_to(path)
     for other in (path, link):
@@ -694,7 +712,7 @@ def test_two_outputs_are_two_files(cli: Cli, trained: RunDir, tmp_path: Path) ->
         (["eval", "RUN", "--compare", "TEXT", "-o", "TEXT"], "--output"),
     ],
 )
-def test_no_output_takes_the_place_of_a_text_that_is_read(
+def test_an_output_that_would_overwrite_an_input_is_refused(
     cli: Cli, trained: RunDir, tmp_path: Path, arguments: list[str], name: str
 ) -> None:
     text, link = tmp_path / "text", tmp_path / "link"
@@ -706,7 +724,9 @@ def test_no_output_takes_the_place_of_a_text_that_is_read(
     assert text.read_bytes() == b"ba ce\n"
 
 
-def test_outputs_may_be_links(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_outputs_are_written_through_symbolic_links(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
     outputs = []
     for option in ("-o", "--alignments"):
         (tmp_path / f"link{option}").symlink_to(f"file{option}")
@@ -719,7 +739,7 @@ def test_outputs_may_be_links(cli: Cli, trained: RunDir, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_of_two_outputs_the_one_that_is_full_is_named(
+def test_a_full_output_device_is_reported_and_the_other_output_is_removed(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     outputs = ["-o", tmp_path / "out", "--alignments", "/dev/full"]
@@ -728,7 +748,7 @@ def test_of_two_outputs_the_one_that_is_full_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_is_whole_or_not_there(
+def test_an_interrupted_translation_leaves_no_output_files(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.decode.pipeline import LineTranslator
@@ -744,7 +764,9 @@ def test_an_output_is_whole_or_not_there(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(trained: RunDir, tmp_path: Path) -> None:
+def test_translate_ends_silently_when_the_reader_of_stdout_closes_the_pipe(
+    trained: RunDir, tmp_path: Path
+) -> None:
     (tmp_path / "in").write_text("ba ce\n\n\n\n" * 20_000)
     command = ["translate", trained.path, "--beam", "1", tmp_path / "in"]
     with MtrainProcess(*command, stdout=PIPE, stderr=PIPE) as process:
@@ -762,7 +784,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(trained: RunDir, tmp_path: Path
     ("closing", "asked", "code"),
     [("<&-", "RUN", 0), ("2>&-", "absent", 2), ("<&- >&- 2>&-", "RUN in", 0)],
 )
-def test_a_stream_that_is_closed_leads_nowhere(
+def test_closed_standard_streams_behave_like_dev_null(
     trained: RunDir, tmp_path: Path, closing: str, asked: str, code: int
 ) -> None:
     (tmp_path / "in").write_text("ba ce\n", encoding="utf-8")
@@ -774,7 +796,7 @@ def test_a_stream_that_is_closed_leads_nowhere(
         assert (tmp_path / "links").read_text() == ("0-0 1-1\n" if "in" in asked else "")
 
 
-def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
+def test_ctrl_c_while_waiting_for_stdin_exits_with_130_and_no_traceback(trained: RunDir) -> None:
     with MtrainProcess("translate", trained.path, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         assert process.stdin is not None
         assert process.stderr is not None
@@ -790,7 +812,7 @@ def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
     assert b"Traceback" not in rest
 
 
-def test_sigterm_leaves_nothing_of_an_output_behind(trained: RunDir, tmp_path: Path) -> None:
+def test_sigterm_leaves_no_output_files(trained: RunDir, tmp_path: Path) -> None:
     outputs = ["-o", tmp_path / "out", "--alignments", tmp_path / "links"]
     with MtrainProcess(
         "translate", trained.path, *outputs, stdin=PIPE, stdout=PIPE, stderr=PIPE
@@ -810,7 +832,7 @@ def test_sigterm_leaves_nothing_of_an_output_behind(trained: RunDir, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_is_stopped_leaves_no_half_of_it(trained: RunDir, tmp_path: Path) -> None:
+def test_an_export_stopped_by_sigterm_leaves_no_files(trained: RunDir, tmp_path: Path) -> None:
     script = """
 import signal, sys
 from mtrain.cli import main
@@ -830,7 +852,7 @@ main.main()
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_more_signals_do_not_disturb_the_cleaning_up_after_the_first(
+def test_further_signals_do_not_interrupt_the_cleanup_after_the_first(
     number: int, code: int
 ) -> None:
     script = f"""
@@ -854,7 +876,7 @@ finally:
     ("code", "exit_code"),
     [("mtrain.cli.main.main()", 2), ("mtrain.train", 1)],
 )
-def test_a_system_that_is_not_posix_is_told_so(code: str, exit_code: int) -> None:
+def test_a_system_that_is_not_posix_gives_an_error_that_says_so(code: str, exit_code: int) -> None:
     without = "import signal; del signal.SIGHUP; import mtrain.cli.main; "
     command = [sys.executable, "-c", f"{without}import os; os.name = 'nt'; {code}"]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -867,13 +889,15 @@ def test_a_system_that_is_not_posix_is_told_so(code: str, exit_code: int) -> Non
 
 
 @pytest.mark.parametrize("options", [[], ["--sample", "--beam", "4"], ["--n-best", "2"]])
-def test_translate_takes_what_agrees_most(cli: Cli, trained: RunDir, options: list[str]) -> None:
+def test_translate_with_mbr_writes_as_many_lines_as_requested(
+    cli: Cli, trained: RunDir, options: list[str]
+) -> None:
     outcome = cli("translate", trained.path, "--mbr", "chrf", *options, stdin=b"ba ce\n\nfo gu\n")
     assert outcome.code == 0, outcome.err
     assert len(outcome.lines) == 3 * (2 if "--n-best" in options else 1)
 
 
-def test_translate_and_eval_rank_with_a_run_of_the_other_direction(
+def test_translate_and_eval_rerank_with_a_run_of_the_reverse_direction(
     cli: Cli, reverser: RunDir, back_run: Path
 ) -> None:
     with_back = ["--rerank-with", str(back_run)]
@@ -924,7 +948,7 @@ def test_translate_and_eval_rank_with_a_run_of_the_other_direction(
         ),
     ],
 )
-def test_reranking_that_is_not_possible_is_refused(
+def test_impossible_reranking_options_are_refused(
     cli: Cli, reverser: RunDir, back_run: Path, verb: str, options: list[str], message: str
 ) -> None:
     def filled(text: str) -> str:
@@ -935,7 +959,7 @@ def test_reranking_that_is_not_possible_is_refused(
     assert outcome.err == f"mtrain: {filled(message)}\n"
 
 
-def test_translate_with_one_candidate_cannot_compare(cli: Cli, trained: RunDir) -> None:
+def test_mbr_with_a_beam_of_one_is_refused(cli: Cli, trained: RunDir) -> None:
     outcome = cli("translate", trained.path, "--mbr", "chrf", "--beam", "1", stdin=b"ba\n")
     assert (outcome.code, outcome.lines) == (2, [])
     assert outcome.err == "mtrain: `beam` must be at least 2 for `mbr`, but is 1 instead.\n"

@@ -1,6 +1,6 @@
 """The command line is frozen: command_line.txt holds every verb, argument and option.
 
-A new one is a decision: `PYTHONPATH=. python tests/cli/test_command_line.py` writes the file anew.
+To change it on purpose, run `PYTHONPATH=. python tests/cli/test_command_line.py`.
 """
 
 import inspect
@@ -57,7 +57,7 @@ def table() -> Iterator[str]:
                 yield described(parameter, hints[name])
 
 
-def test_a_verb_or_an_option_more_is_a_decision() -> None:
+def test_the_command_line_equals_the_recorded_table() -> None:
     assert TABLE.read_text(encoding="utf-8") == "".join(table()), __doc__
 
 

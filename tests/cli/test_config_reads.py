@@ -1,4 +1,4 @@
-"""The config of a run is read once by each command, and handed on."""
+"""Each command reads the config of a run only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conftest import Cli
 from mtrain.plots import draw
 from mtrain.run.run_dir import RunDir
 
-opened: list[str] | None = None  # paths, while a test listens
+opened: list[str] | None = None  # the paths opened, while a test records them
 
 
 def listen(event: str, arguments: tuple[Any, ...]) -> None:
@@ -21,7 +21,7 @@ def listen(event: str, arguments: tuple[Any, ...]) -> None:
         opened.append(arguments[0])
 
 
-sys.addaudithook(listen)  # cannot be removed
+sys.addaudithook(listen)  # Python cannot remove an audit hook
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_each_command_reads_the_config_of_a_run_once(
     shutil.copy(run / "config.yaml", "config.yaml")
     Path("line").write_text("ba ce\n", "utf-8")
     given = {"RUN": str(run), "OTHER": str(other)}
-    if arguments[0] == "train":  # go on with it
+    if arguments[0] == "train":  # resume the run
         arguments = [*arguments, "--set", "training.max_steps=502"]
     monkeypatch.setattr(draw, "encode", lambda draw_figure: {})  # the slow half of `plot`
     reads.clear()

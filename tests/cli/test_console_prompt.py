@@ -1,4 +1,4 @@
-"""Typing at a terminal: a line in, its translation out, and the ways to end it."""
+"""`mtrain translate` at a terminal: typed lines are translated; Ctrl-D and Ctrl-C end it."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ ESCAPES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
 
 
 class Terminal:
-    """`mtrain ARGUMENTS` with somebody at the keyboard of a terminal 80 columns wide."""
+    """`mtrain ARGUMENTS` run interactively in a terminal 80 columns wide."""
 
     def __init__(self, *arguments: str | Path, term: str, stdout: int | None = None) -> None:
         self._master, terminal = open_terminal()
@@ -51,7 +51,7 @@ class Terminal:
             self._read()
 
     def wait_until_it_waits(self) -> None:
-        """Python's own readline sees no signal that comes while it shows what was typed."""
+        """Wait until the process sleeps: readline misses signals while it echoes what was typed."""
         state, deadline = Path(f"/proc/{self.process.pid}/stat"), time.monotonic() + 90
         while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "S":
             assert time.monotonic() < deadline, self.shown
@@ -65,10 +65,10 @@ class Terminal:
         return self.process.wait(60)
 
     def _read(self) -> bool:
-        """Take what is shown within 5 seconds; tell whether more can follow."""
+        """Read output for up to 5 seconds; return whether more can follow."""
         if not select.select([self._master], [], [], 5)[0]:
             return True
-        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
+        with contextlib.suppress(OSError):  # on Linux, the other end has closed
             part = os.read(self._master, 4096)
             self.raw += part
             return bool(part)
@@ -83,7 +83,7 @@ def _take_the_terminal() -> None:
 
 @pytest.fixture
 def opened(trained: RunDir) -> Iterator[list[Terminal]]:
-    """Terminals that are closed when a test is over, however it ends."""
+    """Terminals whose processes are killed after a test, even if it fails."""
     terminals: list[Terminal] = []
     yield terminals
     for terminal in terminals:
@@ -93,7 +93,7 @@ def opened(trained: RunDir) -> Iterator[list[Terminal]]:
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_each_line_that_is_typed_is_answered_until_ctrl_d(
+def test_each_typed_line_is_translated_until_ctrl_d(
     trained: RunDir, opened: list[Terminal], term: str
 ) -> None:
     terminal = Terminal("translate", trained.path, "--beam", "1", term=term)
@@ -104,7 +104,7 @@ def test_each_line_that_is_typed_is_answered_until_ctrl_d(
     terminal.type(b"\n")
     terminal.wait_for("bb> \naa> ")
     if term == "xterm" and find_spec("readline") is not None:
-        terminal.type(b"\x1b[A fo\n")  # the line before, and more
+        terminal.type(b"\x1b[A fo\n")  # recall the previous line and append to it
         terminal.wait_for("bb> ba ce di fo\naa> ")
     terminal.type(b"\x04")
     assert terminal.close() == 0
@@ -114,7 +114,7 @@ def test_each_line_that_is_typed_is_answered_until_ctrl_d(
         assert b"\x1b" not in terminal.raw
 
 
-def test_ctrl_c_at_the_prompt_ends_with_130_and_no_word(
+def test_ctrl_c_at_the_prompt_exits_with_130_and_prints_nothing_more(
     trained: RunDir, opened: list[Terminal]
 ) -> None:
     terminal = Terminal("translate", trained.path, "--beam", "1", term="xterm")
@@ -128,7 +128,7 @@ def test_ctrl_c_at_the_prompt_ends_with_130_and_no_word(
     assert re.fullmatch(r"One line of [^\n]*\naa> ba(\^C)?\n+", terminal.shown)
 
 
-def test_where_stdout_is_a_file_it_holds_translations_alone(
+def test_stdout_to_a_file_holds_only_translations_and_no_prompts(
     trained: RunDir, opened: list[Terminal], tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("wb") as out:
@@ -138,7 +138,7 @@ def test_where_stdout_is_a_file_it_holds_translations_alone(
         terminal.wait_for("aa> ")
         terminal.type(b"ba ce\n")
         terminal.wait_for("aa> ba ce\naa> ")
-        terminal.type(b"fo \xff\n")  # no UTF-8: an answer all the same
+        terminal.type(b"fo \xff\n")  # invalid UTF-8 is translated, too
         terminal.type(b"\x04")
         assert terminal.close() == 0
     first, second, end = (tmp_path / "out").read_bytes().split(b"\n")

@@ -12,7 +12,7 @@ from mtrain import api
 from mtrain.cli.main import _is_named
 
 
-def test_paths_are_named_by_arguments_by_configs_and_by_run_folders(
+def test_a_path_is_named_if_it_is_in_the_arguments_the_config_or_a_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,7 @@ def test_paths_are_named_by_arguments_by_configs_and_by_run_folders(
         assert not _is_named(path, arguments)
 
 
-def test_what_the_user_named_is_one_line_and_a_bug_has_its_traceback(
+def test_an_os_error_is_one_line_for_a_path_of_the_user_and_a_traceback_for_any_other(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, failing = write_task(tmp_path), [str(tmp_path / "run" / "part")]

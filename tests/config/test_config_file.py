@@ -1,4 +1,4 @@
-"""Every message that a config can earn, the traps of YAML, and the defaults that users rely on."""
+"""The error messages of configs, the pitfalls of YAML, and the defaults that users rely on."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ WEIGHTED = "{src: [a.en], tgt: [a.de], weight: 2}"
 
 @pytest.fixture
 def minimal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config of nothing but what has no default, in the working directory."""
+    """A config of only the required keys, in the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(MINIMAL, encoding="utf-8")
     return Path("c.yaml")
@@ -48,7 +48,7 @@ def message_of(text: str | bytes) -> str:
     return message(Path("c.yaml"))
 
 
-def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
+def test_a_minimal_config_has_exactly_the_listed_defaults(minimal: Path) -> None:
     tree = config_file.load(minimal).model_dump()
     assert tree.pop("run_dir") == "runs/x"
     assert tree.pop("seed") == 1
@@ -198,13 +198,13 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         ),
     ],
 )
-def test_an_unknown_key_names_the_nearest_known_one(
+def test_an_unknown_key_is_an_error_that_suggests_known_keys(
     minimal: Path, override: str, said: str
 ) -> None:
     assert message(minimal, override) == f"c.yaml: {said}"
 
 
-def test_an_unknown_key_is_named_before_a_wrong_value(minimal: Path) -> None:
+def test_an_unknown_key_is_reported_before_a_wrong_value(minimal: Path) -> None:
     said = message(minimal, "seed=x", "model.d_modl=8")
     assert said.startswith("c.yaml: `model.d_modl` is not a key")
 
@@ -241,7 +241,7 @@ def test_an_unknown_key_is_named_before_a_wrong_value(minimal: Path) -> None:
         ),
     ],
 )
-def test_a_value_of_another_type_is_shown_with_the_type_that_is_wanted(
+def test_a_value_of_the_wrong_type_or_choice_is_reported_with_the_allowed_ones(
     minimal: Path, override: str, said: str
 ) -> None:
     assert message(minimal, override) == f"c.yaml: {said}"
@@ -346,7 +346,7 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
         ("training.lr=1e400", "`training.lr` must be a finite number, but is inf instead."),
     ],
 )
-def test_a_value_out_of_range_is_shown_with_its_bound(
+def test_a_value_out_of_range_is_reported_with_its_bound(
     minimal: Path, override: str, said: str
 ) -> None:
     assert message(minimal, override) == f"c.yaml: {said}"
@@ -412,7 +412,7 @@ def test_values_that_do_not_fit_each_other_are_refused(
     assert message(minimal, override) == f"c.yaml: {said}"
 
 
-def test_a_test_set_named_by_a_number_is_refused_in_words(minimal: Path) -> None:
+def test_a_test_set_named_by_a_number_is_refused(minimal: Path) -> None:
     said = message(minimal, "data.tests={2016: {src: [x], tgt: [y]}}")
     assert said == (
         "c.yaml: `data.tests` must name its test sets by text, but has 2016 instead; "
@@ -437,7 +437,7 @@ def test_a_test_set_named_by_a_number_is_refused_in_words(minimal: Path) -> None
         ["training.save_every=null", "training.lr=1"],
     ],
 )
-def test_values_at_the_edge_are_accepted(minimal: Path, overrides: list[str]) -> None:
+def test_boundary_values_are_accepted(minimal: Path, overrides: list[str]) -> None:
     config_file.load(minimal, overrides)
 
 
@@ -450,7 +450,7 @@ def test_values_at_the_edge_are_accepted(minimal: Path, overrides: list[str]) ->
         (", tgt: [train.de]", "data.train.tgt"),
     ],
 )
-def test_a_missing_key_is_named(minimal: Path, line: str, key: str) -> None:
+def test_a_missing_key_is_reported_with_its_full_name(minimal: Path, line: str, key: str) -> None:
     assert line in MINIMAL
     said = message_of(MINIMAL.replace(line, ""))
     assert said == f"c.yaml: `{key}` must be given, but is missing."
@@ -476,11 +476,11 @@ def test_a_number_of_more_than_64_bits_is_refused_with_its_line(minimal: Path, n
 
 
 @pytest.mark.parametrize("text", ["a: 2024-13-45\n", "!!int x: 3\n", "a: \x00\n"])
-def test_yaml_that_its_own_library_cannot_build_is_refused(minimal: Path, text: str) -> None:
+def test_yaml_values_that_pyyaml_cannot_construct_are_refused(minimal: Path, text: str) -> None:
     assert message_of(text).startswith("c.yaml: ")
 
 
-def test_yaml_that_asks_for_python_objects_is_refused(minimal: Path) -> None:
+def test_yaml_tags_for_python_objects_are_refused(minimal: Path) -> None:
     said = message_of("a: !!python/object/apply:os.getcwd []\n")
     assert said.startswith("c.yaml: line 1: must have no YAML tag, but has ")
 
@@ -500,7 +500,7 @@ def test_a_file_that_is_not_utf8_is_refused(minimal: Path) -> None:
     assert message_of(b"run_dir: caf\xe9\n") == "c.yaml: must be UTF-8 text, but is not."
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(minimal: Path) -> None:
+def test_a_byte_order_mark_is_ignored(minimal: Path) -> None:
     minimal.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
     assert config_file.load(minimal).run_dir == "runs/x"
 
@@ -516,7 +516,7 @@ def test_a_malformed_override_is_refused(minimal: Path, override: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["run_dir.x=1", "data.src_lang.x.y=1", "data.train.src.x=1"])
-def test_an_override_into_something_that_is_no_section_is_refused(
+def test_an_override_below_a_key_that_is_not_a_section_is_refused(
     minimal: Path, override: str
 ) -> None:
     dotted = override.removesuffix("=1")
@@ -532,7 +532,7 @@ def test_bad_yaml_in_an_override_names_the_override(minimal: Path) -> None:
     assert said == "--set data.tests.t: line 1: `src` must stand once, but is repeated."
 
 
-def test_overrides_apply_in_order_and_may_make_a_section(minimal: Path) -> None:
+def test_overrides_apply_in_order_and_may_create_a_section(minimal: Path) -> None:
     config = config_file.load(minimal, ["training.lr=1", "model.d_ff=8", "training.lr=2.5e-1"])
     assert (config.training.lr, config.model.d_ff) == (0.25, 8)
 
@@ -547,7 +547,7 @@ def test_run_takes_precedence_over_the_file_and_over_set(minimal: Path) -> None:
     assert config_file.load(minimal, ["run_dir=from_set"]).run_dir == "from_set"
 
 
-def test_an_empty_run_is_refused(minimal: Path) -> None:
+def test_an_empty_run_folder_name_is_refused(minimal: Path) -> None:
     said = message(minimal, run="")
     assert said == "c.yaml: `run_dir` must be at least 1 character long, but is '' instead."
 
@@ -556,7 +556,7 @@ def test_an_empty_run_is_refused(minimal: Path) -> None:
     ("text", "value"),
     [("5e-3", 5e-3), ("1e-9", 1e-9), ("1E+2", 100.0), (".5", 0.5), ("5.", 5.0), ("1", 1.0)],
 )
-def test_numbers_may_be_written_as_programmers_write_them(
+def test_numbers_may_have_an_exponent_or_lack_digits_beside_the_point(
     minimal: Path, text: str, value: float
 ) -> None:
     minimal.write_text(f"{MINIMAL}training: {{lr: {text}}}\n", encoding="utf-8")
@@ -565,22 +565,22 @@ def test_numbers_may_be_written_as_programmers_write_them(
 
 
 @pytest.mark.parametrize("word", ["no", "yes", "on", "off", "y", "n", "NO"])
-def test_a_language_may_be_called_no(minimal: Path, word: str) -> None:
+def test_language_codes_that_yaml_reads_as_booleans_stay_text(minimal: Path, word: str) -> None:
     minimal.write_text(MINIMAL.replace("src_lang: en", f"src_lang: {word}"), encoding="utf-8")
     assert config_file.load(minimal).data.src_lang == word
 
 
-def test_a_run_may_be_called_by_its_date(minimal: Path) -> None:
+def test_a_run_folder_named_by_a_date_stays_text(minimal: Path) -> None:
     assert config_file.load(minimal, ["run_dir=2024-01-31"]).run_dir == "2024-01-31"
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("TRUE", True)])
-def test_true_and_false_are_truth_values(minimal: Path, word: str, value: bool) -> None:
+def test_true_and_false_are_booleans_in_any_case(minimal: Path, word: str, value: bool) -> None:
     overrides = [f"tokenizer.shared={word}", "model.tie_embeddings=none"]
     assert config_file.load(minimal, overrides).tokenizer.shared is value
 
 
-def test_a_saved_config_reads_back_as_the_same(minimal: Path) -> None:
+def test_a_saved_config_loads_as_an_equal_config(minimal: Path) -> None:
     config = config_file.load(
         minimal,
         [
@@ -597,7 +597,7 @@ def test_a_saved_config_reads_back_as_the_same(minimal: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["1e5", "5e-3", "1.5", "no", "null", "0x1f", "é", "a\x85b", "~"])
-def test_a_run_dir_survives_saving_whatever_it_looks_like(minimal: Path, run: str) -> None:
+def test_a_run_dir_of_unusual_text_survives_saving(minimal: Path, run: str) -> None:
     config = config_file.load(minimal, run_dir=run)
     config_file.save(config, Path("saved.yaml"))
     assert config_file.load(Path("saved.yaml")).run_dir == run
@@ -620,13 +620,13 @@ def test_any_valid_config_survives_a_dump(
     assert config_file.load(path) == config
 
 
-def test_a_saved_config_spells_every_key_out(minimal: Path) -> None:
+def test_a_saved_config_includes_keys_left_at_their_defaults(minimal: Path) -> None:
     tree = yaml.safe_load(config_file.dump(config_file.load(minimal)))
     assert set(tree) == set(Config.model_fields)
     assert "patience" in tree["training"]
 
 
-def test_a_config_cannot_be_changed_by_accident(minimal: Path) -> None:
+def test_assigning_to_a_loaded_config_is_an_error(minimal: Path) -> None:
     config = config_file.load(minimal)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 2  # type: ignore[misc]
@@ -635,7 +635,7 @@ def test_a_config_cannot_be_changed_by_accident(minimal: Path) -> None:
 # Mixtures
 
 
-def test_a_mixture_of_corpora_in_any_form_reads_back_as_the_same(minimal: Path) -> None:
+def test_a_mixture_of_five_corpus_formats_survives_saving(minimal: Path) -> None:
     corpora = f"[{WEIGHTED}, {{tsv: [b.tsv], weight: 0.5}}, "
     corpora += "{jsonl: [c.jsonl], src: a, tgt: b, weight: 1}, "
     corpora += "{parquet: [c.parquet], src: a, tgt: b, weight: 1}, "
@@ -648,7 +648,7 @@ def test_a_mixture_of_corpora_in_any_form_reads_back_as_the_same(minimal: Path) 
     assert [own.corpus.weight for own in named] == [2, 0.5, 1, 1, 1]
 
 
-def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
+def test_a_single_corpus_is_saved_without_a_weight(minimal: Path) -> None:
     config = config_file.load(minimal)
     assert set(yaml.safe_load(config_file.dump(config))["data"]["train"]) == {"src", "tgt"}
     (named,) = corpora_of(config.data.train)
@@ -714,13 +714,13 @@ def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
         ),
     ],
 )
-def test_a_mixture_that_does_not_fit_is_refused(
+def test_invalid_corpora_weights_and_temperatures_are_refused(
     minimal: Path, overrides: list[str], said: str
 ) -> None:
     assert message(minimal, *(f"data.{own}" for own in overrides)) == f"c.yaml: {said}"
 
 
-def test_names_of_other_toolkits_mean_keys_that_are_there() -> None:
+def test_aliases_from_other_toolkits_map_to_existing_keys() -> None:
     keys = config_file._all_keys(Config, "")
     names = [name for names in config_file._ALIASES.values() for name in names.split()]
     assert set(config_file._ALIASES) <= set(keys)
@@ -728,7 +728,7 @@ def test_names_of_other_toolkits_mean_keys_that_are_there() -> None:
     assert not {key.rsplit(".", 1)[-1] for key in keys} & set(names), "a key, not another's name"
 
 
-def test_no_message_of_the_validator_is_shown_as_it_is(minimal: Path) -> None:
+def test_no_raw_pydantic_message_reaches_the_user(minimal: Path) -> None:
     said = []
     for value in ("[]", "{}", "[1]", "text", "1.5", "-1e9", "1e999", "true", "null", "''"):
         for key in config_file._all_keys(Config, ""):
@@ -757,7 +757,7 @@ def test_no_message_of_the_validator_is_shown_as_it_is(minimal: Path) -> None:
         (f"[{FILES}, {{synthetic: a}}, {{synthetic: a}}]", False),
     ],
 )
-def test_a_mixture_has_both_directions_if_a_corpus_is_another_with_its_sides_exchanged(
+def test_a_mixture_has_both_directions_if_two_corpora_differ_only_in_swapped_sides(
     minimal: Path, train: str, both: bool
 ) -> None:
     minimal.write_text(MINIMAL.replace("{src: [train.en], tgt: [train.de]}", train), "utf-8")

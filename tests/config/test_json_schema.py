@@ -1,4 +1,4 @@
-"""The schema that editors read is the one of the config, and every config says where it lies."""
+"""The JSON schema for editors matches the config classes, and every config names its path."""
 
 import json
 import re
@@ -17,19 +17,19 @@ SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
 
 def named_by(path: Path) -> Path:
-    """Return the schema that an editor takes for a config: its first line says it."""
+    """Return the path of the schema that the first line of a config names for editors."""
     match = HEAD.match(path.read_text(encoding="utf-8"))
     assert match, path
     return path.parent / match[1]
 
 
-def test_the_schema_beside_the_shipped_configs_is_that_of_the_config() -> None:
+def test_the_shipped_schema_equals_the_generated_schema() -> None:
     command = "from mtrain.config.config_file import schema; print(schema(), end='')"
     is_same = SCHEMA.read_text(encoding="utf-8") == config_file.schema()
     assert is_same, f'python -c "{command}" > configs/{SCHEMA.name}'
 
 
-def test_every_key_of_the_config_is_in_the_schema_and_no_other_is_allowed() -> None:
+def test_the_schema_lists_the_top_level_keys_and_allows_no_unknown_key() -> None:
     tree = json.loads(SCHEMA.read_bytes())
     assert list(tree["properties"]) == list(Config.model_fields)
     for section in [tree, *tree["$defs"].values()]:
@@ -39,11 +39,11 @@ def test_every_key_of_the_config_is_in_the_schema_and_no_other_is_allowed() -> N
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_a_shipped_config_names_the_schema_of_its_folder(path: Path) -> None:
+def test_a_shipped_config_names_the_shipped_schema(path: Path) -> None:
     assert named_by(path).resolve() == SCHEMA.resolve()
 
 
-def test_a_config_that_is_written_names_the_schema_beside_it(tmp_path: Path) -> None:
+def test_saving_a_config_writes_the_schema_beside_it_and_names_it(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     saved = tmp_path / "elsewhere" / "saved.yaml"
     config = load(write_task(tmp_path))
@@ -67,14 +67,14 @@ def wrong(directory: Path, key: str, value: object) -> Tree:
     return tree
 
 
-def test_a_checker_of_schemas_takes_the_shipped_configs_and_refuses_wrong_ones(
+def test_the_schema_accepts_shipped_configs_and_rejects_invalid_ones(
     tmp_path: Path,
 ) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     tree = json.loads(SCHEMA.read_bytes())
     check = jsonschema.validators.validator_for(tree)(tree)
     for path in SHIPPED:
-        check.validate(load(path).model_dump(exclude_unset=True))  # as it is written
+        check.validate(load(path).model_dump(exclude_unset=True))  # without the defaults
     check.validate(load(write_task(tmp_path)).model_dump())
     for key, value in (
         ("sed", 1),

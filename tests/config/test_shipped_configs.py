@@ -1,4 +1,4 @@
-"""Every shipped config loads, the demo's is the demo's, and the paper's are the paper's."""
+"""Every shipped config loads; the demo and WMT configs have the settings of demo and paper."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ def shipped(name: str) -> Config:
     return config_file.load(DIRECTORY / name)
 
 
-def test_the_configs_that_the_documents_name_are_shipped() -> None:
+def test_the_demo_multi30k_and_wmt14_configs_are_shipped() -> None:
     expected = {"demo.yaml", "multi30k_tiny.yaml", "wmt14_base.yaml", "wmt14_big.yaml"}
     assert expected <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_loads_and_names_relative_paths(name: str) -> None:
+def test_a_shipped_config_loads_and_has_only_relative_paths(name: str) -> None:
     config = shipped(name)
     corpora = [named.corpus for named in corpora_of(config.data.train)]
     corpora += [config.data.valid, *config.data.tests.values()]
@@ -34,19 +34,19 @@ def test_a_shipped_config_loads_and_names_relative_paths(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_has_a_run_folder_and_a_test_set_of_its_own(name: str) -> None:
+def test_a_shipped_config_has_a_run_folder_of_its_own_name_and_a_test_set(name: str) -> None:
     config = shipped(name)
     assert config.run_dir == f"runs/{Path(name).with_suffix('').as_posix()}"
     assert config.data.tests
 
 
-def test_the_demo_config_is_what_the_demo_writes() -> None:
+def test_the_shipped_demo_config_equals_the_one_that_the_demo_writes() -> None:
     written = demo.config_text("data/demo", "runs/demo").encode()
     assert (DIRECTORY / "demo.yaml").read_bytes() == written
 
 
 @pytest.mark.parametrize("name", ["demo.yaml", *VARIANTS])
-def test_the_demo_and_the_variants_name_files_that_ship(name: str) -> None:
+def test_the_files_of_the_demo_and_variant_configs_are_shipped(name: str) -> None:
     data = shipped(name).data
     corpora = [data.train, data.valid, *data.tests.values()]
     for path in [name for corpus in corpora for name in corpus.src + corpus.tgt]:

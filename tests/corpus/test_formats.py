@@ -1,4 +1,4 @@
-"""All forms of a corpus give the same pairs, and a row that is none is said with its place."""
+"""All corpus formats give the same pairs; a malformed row is reported with its file and row."""
 
 import gzip
 import json
@@ -88,7 +88,7 @@ def as_parquet(directory: Path, name: str, pairs: list[Pair]) -> Tree:
 
 
 def as_hub(write: Callable[[Path, list[Pair]], str], streaming: bool) -> Form:
-    """Write a folder as the hub has them: files, and a card that says what they are."""
+    """Write a folder as on the hub: data files, and a dataset card that lists them."""
 
     def make(directory: Path, name: str, pairs: list[Pair]) -> Tree:
         folder = directory / f"{name}-set"
@@ -133,7 +133,7 @@ def corpus_of(tree: Tree) -> Corpus:
 
 
 def config_with(directory: Path, form: Form) -> Path:
-    """Write a task all of whose corpora are in this form; return the path of its config."""
+    """Write a task with all corpora in this format; return the path of its config."""
     tree = tiny_tree(directory)
     data = tree["data"]
     data["train"] = form(directory, "train", reverse_task(200, 1))
@@ -149,7 +149,7 @@ def message(tree: Tree) -> str:
 
 
 def stored(run: RunDir) -> dict[str, bytes]:
-    """Return what a run folder holds of the corpora, but for where they came from."""
+    """Return the data files and the tokenizer of a run folder, without the corpus records."""
     origin = ("corpora.json", "checksums.json")
     files = (path for path in sorted(run.data_dir.rglob("*")) if path.is_file())
     found = {path.name: path.read_bytes() for path in files if path.name not in origin}
@@ -157,7 +157,7 @@ def stored(run: RunDir) -> dict[str, bytes]:
 
 
 @each_form
-def test_every_form_gives_the_run_folder_that_plain_files_give(
+def test_every_corpus_format_gives_the_same_data_and_tokenizer_as_plain_text_files(
     cli: Cli, tmp_path: Path, form: Form
 ) -> None:
     for name in ("plain", "other"):
@@ -181,7 +181,7 @@ def corpora(config: Config) -> list[Corpus]:
 
 
 @each_form
-def test_every_form_can_be_checked_and_trained(cli: Cli, tmp_path: Path, form: Form) -> None:
+def test_check_and_train_accept_every_corpus_format(cli: Cli, tmp_path: Path, form: Form) -> None:
     config = config_with(tmp_path, form)
     outcome = cli("check", config, "--json")
     assert outcome.code == 0, outcome.err
@@ -197,7 +197,7 @@ def test_every_form_can_be_checked_and_trained(cli: Cli, tmp_path: Path, form: F
 
 
 @each_form
-def test_a_check_counts_the_pairs_of_every_form_and_tells_its_bytes(
+def test_the_reader_counts_the_pairs_and_reports_the_bytes_of_every_corpus_format(
     tmp_path: Path, form: Form
 ) -> None:
     own = corpus_of(form(tmp_path, "corpus", copy_task(5000, 1)))
@@ -210,7 +210,9 @@ def test_a_check_counts_the_pairs_of_every_form_and_tells_its_bytes(
 
 
 @each_form
-def test_a_changed_file_of_every_form_is_noticed(cli: Cli, tmp_path: Path, form: Form) -> None:
+def test_tokenize_refuses_a_changed_corpus_file_of_every_format(
+    cli: Cli, tmp_path: Path, form: Form
+) -> None:
     config = config_with(tmp_path, form)
     assert cli("tokenize", config).code == 0
     path = Path(formats.paths_of(config_file.load(config).data.train)[-1])
@@ -219,7 +221,7 @@ def test_a_changed_file_of_every_form_is_noticed(cli: Cli, tmp_path: Path, form:
     assert (outcome.code, "has changed since" in outcome.err) == (2, True)
 
 
-# Faults
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_a_changed_file_of_every_form_is_noticed(cli: Cli, tmp_path: Path, form:
         (b"a\tb\nc\t\xffd\n", None, "2: must be UTF-8, but has byte 0xff at byte 3 of the line."),
     ],
 )
-def test_a_line_of_tsv_that_is_no_pair_is_said(
+def test_a_malformed_tsv_line_is_reported_with_its_line_number(
     tmp_path: Path, raw: bytes, columns: list[int] | None, said: str
 ) -> None:
     (tmp_path / "a.tsv").write_bytes(raw)
@@ -267,14 +269,16 @@ def test_a_line_of_tsv_that_is_no_pair_is_said(
         (b'{"s": "\xff"}', "must be UTF-8, but has byte 0xff at byte 8 of the line."),
     ],
 )
-def test_a_line_of_json_that_is_no_pair_is_said(tmp_path: Path, line: bytes, said: str) -> None:
+def test_a_malformed_jsonl_line_is_reported_with_its_line_number(
+    tmp_path: Path, line: bytes, said: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"s": "a", "t": {"x": "b"}}\n' + line + b"\n")
     found = message({"jsonl": [str(path)], "src": "s", "tgt": "t.x"})
     assert found.startswith(f"{path}:2: {said}")
 
 
-def test_a_row_of_parquet_that_is_no_pair_is_said(tmp_path: Path) -> None:
+def test_faulty_parquet_rows_columns_and_files_are_reported_with_their_path(tmp_path: Path) -> None:
     path = str(tmp_path / "a.parquet")
     tree = {"parquet": [path], "src": "s", "tgt": "t"}
     parquet.write_table(pyarrow.table({"s": ["a", "b"], "t": ["c", None], "u": [1, 2]}), path)
@@ -290,7 +294,7 @@ def test_a_row_of_parquet_that_is_no_pair_is_said(tmp_path: Path) -> None:
     assert message(tree).startswith(f"{path}: cannot be read: ")
 
 
-def test_a_data_set_that_is_not_as_the_config_says_is_one_line(tmp_path: Path) -> None:
+def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(tmp_path: Path) -> None:
     tree = as_hub(write_parquet, streaming=True)(tmp_path, "x", copy_task(3, 1))
     name = f"{tree['hub']}/aa-bb/train"
     assert message(tree | {"tgt": "text"}) == (
@@ -304,7 +308,7 @@ def test_a_data_set_that_is_not_as_the_config_says_is_one_line(tmp_path: Path) -
     assert "cannot be loaded as a data set: BuilderConfig 'zz' not found" in said
 
 
-def test_code_that_comes_with_a_data_set_is_not_run(tmp_path: Path) -> None:
+def test_python_code_that_comes_with_a_dataset_is_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "set.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -317,7 +321,7 @@ def test_code_that_comes_with_a_data_set_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "closed", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}], ids=lambda e: str(e)
 )
-def test_a_hub_that_cannot_be_reached_is_one_line_that_says_what_to_do(
+def test_an_unreachable_hub_is_a_one_line_error_that_suggests_local_files(
     tmp_path: Path, closed: dict[str, str]
 ) -> None:
     tree = tiny_tree(tmp_path)
@@ -341,7 +345,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_that_says_what_to_do(
 
 
 @pytest.mark.parametrize("hub", ["/no/such/folder", "../x", "a b"])
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
+def test_a_missing_local_folder_is_not_looked_up_on_the_hub(
     hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -353,7 +357,7 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
     )
 
 
-def test_all_readings_of_a_data_set_are_of_the_commit_that_the_run_folder_names(
+def test_every_read_of_a_hub_dataset_uses_the_commit_recorded_in_the_run_folder(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = as_hub(write_jsonl, streaming=False)(tmp_path, "x", copy_task(200, 1))
@@ -384,7 +388,7 @@ def test_all_readings_of_a_data_set_are_of_the_commit_that_the_run_folder_names(
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_a_folder_whose_files_have_changed_is_read_anew(
+def test_a_local_dataset_folder_is_read_again_after_its_files_changed(
     tmp_path: Path, write: Callable[[Path, list[Pair]], str]
 ) -> None:
     for seed in (1, 2):
@@ -394,7 +398,7 @@ def test_a_folder_whose_files_have_changed_is_read_anew(
         assert found == [pair.src for pair in copy_task(20, seed)]
 
 
-def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew(
+def test_a_hub_dataset_with_a_new_commit_after_an_interrupt_is_tokenized_from_the_start(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {}
@@ -417,7 +421,7 @@ def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew
     config, goes_on = write_config(tmp_path / "config.yaml", tree), []
     with monkeypatch.context() as patch:
         patch.setattr(prepare.encode, "collect", stop)
-        for _ in range(2):  # the second time nothing has moved, and what was done is taken
+        for _ in range(2):  # the second time the commit is the same, and it resumes
             outcome = cli("tokenize", config)
             assert outcome.code == 130
             goes_on.append("tokenizing resumes after 200 training pairs" in outcome.err)
@@ -436,7 +440,9 @@ def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew
     assert lines == [pair.src for pair in copy_task(200, 2)]
 
 
-def test_a_check_lists_the_first_fault_of_a_file_and_goes_on(cli: Cli, tmp_path: Path) -> None:
+def test_check_reports_the_first_malformed_row_of_a_file_and_continues_after_it(
+    cli: Cli, tmp_path: Path
+) -> None:
     tree = tiny_tree(tmp_path)
     lines = [f"{pair.src}\t{pair.tgt}" for pair in copy_task(200, 1)]
     lines[4], lines[9], lines[19] = "ba", "ba\tba\tba", "ce\t"
@@ -454,7 +460,7 @@ def test_a_check_lists_the_first_fault_of_a_file_and_goes_on(cli: Cli, tmp_path:
     assert findings["blank-side"]["examples"][0]["tgt_file"] == str(tmp_path / "a.tsv")
 
 
-def test_a_row_that_is_no_pair_is_counted_as_that_alone(cli: Cli, tmp_path: Path) -> None:
+def test_check_counts_a_malformed_row_only_as_malformed(cli: Cli, tmp_path: Path) -> None:
     rows = [{"src": pair.src, "tgt": pair.tgt} for pair in copy_task(200, 1)]
     rows[3], rows[7] = {"src": "ba"}, {"src": " ", "tgt": ""}
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -490,20 +496,22 @@ def test_a_row_that_is_no_pair_is_counted_as_that_alone(cli: Cli, tmp_path: Path
         (("the source", "the target"), False),
     ],
 )
-def test_a_header_is_made_of_column_names_and_the_codes_of_the_config(
+def test_is_header_recognizes_column_names_and_the_language_codes_of_the_config(
     cells: tuple[str, str], is_one: bool
 ) -> None:
     assert formats.is_header(cells, ["aa", "bb"]) == is_one
 
 
 @pytest.mark.parametrize("cells", [("Lao", "khmer text"), ("lo", "pt-BR"), ("Portuguese", "km")])
-def test_a_header_may_have_the_names_of_the_languages(cells: tuple[str, str]) -> None:
+def test_is_header_recognizes_names_and_codes_of_the_configured_languages_only(
+    cells: tuple[str, str],
+) -> None:
     assert formats.is_header(cells, ["lo", "km", "pt-BR"])
     assert not formats.is_header(cells, ["en", "de"])
 
 
 @pytest.mark.parametrize("header", [None, True, False])
-def test_a_header_is_reported_unless_the_config_says_whether_there_is_one(
+def test_a_header_is_reported_unless_the_config_sets_header(
     cli: Cli, tmp_path: Path, header: bool | None
 ) -> None:
     tree, path = tiny_tree(tmp_path), tmp_path / "a.tsv"
@@ -529,7 +537,9 @@ def test_a_header_is_reported_unless_the_config_says_whether_there_is_one(
     assert json.loads(raw)["line"] == 202
 
 
-def test_a_fault_after_a_header_is_named_with_its_line_in_the_file(tmp_path: Path) -> None:
+def test_an_error_after_a_header_has_the_line_number_counted_with_the_header(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.tsv"
     path.write_bytes(b"s\xff\nba\tba\nce\n")
     tree = {"tsv": [str(path)], "header": True}
@@ -543,7 +553,7 @@ def test_a_fault_after_a_header_is_named_with_its_line_in_the_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", [as_jsonl, as_parquet, FORMS["hub-parquet"]], ids=lambda f: "")
-def test_a_line_break_within_a_field_is_a_space_and_is_counted(
+def test_a_line_break_within_a_field_becomes_a_space_and_is_reported(
     cli: Cli, tmp_path: Path, form: Form
 ) -> None:
     pairs = copy_task(200, 1)
@@ -570,7 +580,7 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
 # The config
 
 
-def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_parquet_columns_with_the_same_name_are_an_error(tmp_path: Path) -> None:
     path = str(tmp_path / "a.parquet")
     columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["c"])]
     parquet.write_table(pyarrow.table(columns, names=["s", "t", "t"]), path)
@@ -582,7 +592,9 @@ def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     assert found.startswith(f"{path}: must be a whole Parquet file, but: ")
 
 
-def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_a_parquet_row_that_is_not_utf8_is_reported_and_the_other_rows_are_read(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "a.parquet")
     raw = pyarrow.array([b"a", b"\xff", b"c", b"d\xfe"], pyarrow.binary())
     bad = pyarrow.Array.from_buffers(pyarrow.utf8(), len(raw), raw.buffers())
@@ -647,7 +659,7 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
         ),
     ],
 )
-def test_a_form_that_is_not_whole_is_an_error_with_its_key(
+def test_an_invalid_corpus_section_is_an_error_that_names_its_key(
     tmp_path: Path, corpus: str, said: str
 ) -> None:
     tree: dict[str, Any] = tiny_tree(tmp_path)
@@ -662,14 +674,16 @@ def test_a_form_that_is_not_whole_is_an_error_with_its_key(
         write_config(path, tree)
 
 
-def test_every_form_that_the_page_shows_is_one(tmp_path: Path) -> None:
+def test_the_examples_in_docs_corpora_md_are_valid_and_cover_five_corpus_formats(
+    tmp_path: Path,
+) -> None:
     page = (REPOSITORY / "docs" / "corpora.md").read_text(encoding="utf-8")
     shown = re.findall(r"^train: (\{.*\})$", page, flags=re.MULTILINE)
     forms = {type(corpus_of(yaml.safe_load(text))) for text in shown}
     assert len(shown) > len(forms) == 5
 
 
-def test_a_change_of_form_is_a_change_of_the_corpus(tmp_path: Path) -> None:
+def test_a_changed_corpus_format_is_reported_as_a_change_of_data_train(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     old = config_file.load(write_config(tmp_path / "a.yaml", tree))
     tree["data"]["train"] = {"tsv": ["a.tsv"]}

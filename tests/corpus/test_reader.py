@@ -1,4 +1,4 @@
-"""A strict reader names the first fault with file and line; a lenient one goes on."""
+"""The strict reader reports the first error with file and line; the lenient one continues."""
 
 import gzip
 import lzma
@@ -39,7 +39,7 @@ def test_line_n_is_paired_with_line_n() -> None:
     assert list(pairs) == [Pair("a", "1", "s", 1), Pair("b", "", "s", 2), Pair("", "3", "s", 3)]
 
 
-def test_several_files_follow_each_other_each_with_its_own_lines() -> None:
+def test_several_files_are_read_in_order_with_line_numbers_per_file() -> None:
     for name in ("s1", "s2", "t1", "t2"):
         Path(name).write_text(f"{name} a\n{name} b\n")
     config = FilesCorpus(src=["s1", "s2"], tgt=["t1", "t2"])
@@ -51,7 +51,7 @@ def test_several_files_follow_each_other_each_with_its_own_lines() -> None:
     ]
 
 
-def test_a_gzipped_side_pairs_with_a_plain_one() -> None:
+def test_a_gzip_source_file_is_paired_with_a_plain_target_file() -> None:
     Path("s.gz").write_bytes(gzip.compress("ä\nb\n".encode()))
     Path("t").write_bytes(b"1\r\n2\r\n")
     config = FilesCorpus(src=["s.gz"], tgt=["t"])
@@ -69,38 +69,38 @@ def test_a_gzipped_side_pairs_with_a_plain_one() -> None:
         ("a\u2028b\n".encode(), b"1\n2\n", "1 and 2"),
     ],
 )
-def test_unequal_numbers_of_lines_are_refused_with_both_counts(
+def test_unequal_line_counts_are_an_error_that_names_both_counts(
     src: bytes, tgt: bytes, counts: str
 ) -> None:
     said = message(files(src, tgt))
     assert said == f"s and t must have the same number of lines, but have {counts} instead."
 
 
-def test_two_unequal_files_are_refused_even_if_their_sums_are_equal() -> None:
+def test_unequal_file_pairs_are_an_error_even_if_the_total_line_counts_are_equal() -> None:
     for name, text in (("s1", "a\nb\n"), ("t1", "1\n"), ("s2", "c\n"), ("t2", "2\n3\n")):
         Path(name).write_text(text)
     said = message(FilesCorpus(src=["s1", "s2"], tgt=["t1", "t2"]))
     assert said == "s1 and t1 must have the same number of lines, but have 2 and 1 instead."
 
 
-def test_a_missing_file_is_named() -> None:
+def test_a_missing_file_is_named_in_the_error() -> None:
     config = files(b"a\n", b"1\n")
     Path("t").unlink()
     assert message(config) == "t: cannot be read: No such file or directory."
 
 
-def test_invalid_utf8_is_named_with_its_line() -> None:
+def test_invalid_utf8_is_reported_with_file_and_line() -> None:
     said = message(files(b"a\nb\n", b"1\n\xe4\n"))
     assert said == "t:2: must be UTF-8, but has byte 0xe4 at byte 1 of the line."
 
 
-def test_counting_reads_everything() -> None:
+def test_count_pairs_reads_every_line_and_reports_invalid_utf8() -> None:
     assert reader.count_pairs(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train") == 3
     with pytest.raises(DataError, match=r"^t:3: must be UTF-8"):
         reader.count_pairs(files(b"a\nb\nc\n", b"1\n2\n\xff\n"), "data.train")
 
 
-def test_an_empty_corpus_is_refused_by_its_key() -> None:
+def test_an_empty_corpus_is_an_error_that_names_its_config_key() -> None:
     with pytest.raises(DataError) as error:
         reader.count_pairs(files(b"", b""), "data.tests.held_out")
     assert str(error.value) == "`data.tests.held_out` must have at least one pair, but s is empty."
@@ -122,7 +122,7 @@ def read_leniently(src: bytes, tgt: bytes, directory: Path) -> Reader:
 
 
 @given(st.lists(st.text(st.characters(blacklist_categories=["Cs"]), max_size=5), max_size=9))
-def test_what_training_reads_an_audit_reads(
+def test_the_lenient_reader_gives_the_same_pairs_as_the_strict_reader(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
 ) -> None:
     directory = tmp_path_factory.mktemp("intake")
@@ -133,14 +133,16 @@ def test_what_training_reads_an_audit_reads(
     assert taken.num_pairs == len(taken.pairs)  # type: ignore[attr-defined]
 
 
-def test_a_file_that_ends_early_ends_the_pairs_and_both_are_counted(tmp_path: Path) -> None:
+def test_pairs_end_with_the_shorter_file_and_the_lines_of_both_files_are_counted(
+    tmp_path: Path,
+) -> None:
     taken = read_leniently(b"a\nb\nc\n\xff\n", b"x\ny", tmp_path)
     (part,) = taken.parts
     assert taken.num_pairs == 2
     assert (part.src.num_lines, part.tgt.num_lines) == (4, 2)
 
 
-def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None:
+def test_lines_with_invalid_utf8_are_counted_and_their_bytes_replaced(tmp_path: Path) -> None:
     taken = read_leniently(b"a\n\xffb\nc\xe4\n", b"x\ny\nz\n", tmp_path)
     notes = taken.parts[0].src
     assert taken.pairs[1:] == [("\ufffdb", "y"), ("c\ufffd", "z")]  # type: ignore[attr-defined]
@@ -148,13 +150,13 @@ def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None
     assert notes.first_undecodable == "line 2, byte 0xff at byte 1"
 
 
-def test_a_file_in_another_form_is_named_as_what_it_looks_like(tmp_path: Path) -> None:
+def test_the_note_about_undecodable_bytes_recognizes_an_xz_file(tmp_path: Path) -> None:
     notes = read_leniently(lzma.compress(b"a\n"), b"x\n", tmp_path).parts[0].src
     said = "line 1, byte 0xfd at byte 1, which begins as xz data does: unpack it, or gzip it"
     assert notes.first_undecodable == said
 
 
-def test_blocks_are_cut_by_pairs_and_by_bytes_and_numbered(
+def test_blocks_are_limited_in_pairs_and_characters_and_have_the_number_of_their_first_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [TaskPair("a" * (100 if n == 4 else 1), "b") for n in range(12)]
@@ -170,7 +172,7 @@ def test_blocks_are_cut_by_pairs_and_by_bytes_and_numbered(
     assert taken.part_of(11) is taken.parts[0] and taken.part_of(12) is taken.parts[1]
 
 
-def test_the_bytes_that_are_told_are_those_on_disk_also_of_gzip(tmp_path: Path) -> None:
+def test_reported_bytes_add_up_to_the_size_on_disk_also_for_gzip(tmp_path: Path) -> None:
     raw = b"some line\n" * 20_000
     (tmp_path / "a.gz").write_bytes(gzip.compress(raw))
     (tmp_path / "b").write_bytes(raw)

@@ -1,4 +1,4 @@
-"""Several tables of pairs are read window by window, checked as they are opened, sought at once."""
+"""Several Arrow shards of pairs: read window by window, checked when opened, sought directly."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from mtrain.data.loader import TrainingData, check_pairs, read_ids
 from mtrain.errors import RunError
 
 WINDOW_PAIRS = 37
-SAMPLED_BATCH_TOKENS = 256  # few batches: a start in a window samples the whole window
+SAMPLED_BATCH_TOKENS = 256  # few batches: to resume in a window samples all of it
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def text_directory(tmp_path: Path, small_windows: None) -> Path:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note which tables are opened."""
+    """Record the numbers of the shards that are opened."""
     numbers: list[int] = []
     open_ = ShardSet.open
 
@@ -67,7 +67,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-def test_several_tables_in_one_window_are_dealt_out_just_as_one_table(tmp_path: Path) -> None:
+def test_several_shards_in_one_window_give_the_same_batches_as_one_shard(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     write_shards(tmp_path / "one", encoded_pairs())
     several = write_shards(tmp_path, encoded_pairs(), [20, 21, 50])
@@ -88,7 +88,7 @@ def test_an_epoch_of_several_windows_has_every_pair_exactly_once(
 
 
 @pytest.mark.parametrize("batch_tokens", [20, 64, 1000])
-def test_no_batch_of_any_window_is_larger_than_the_largest(
+def test_no_batch_of_any_window_exceeds_the_batches_that_largest_returns(
     directory: Path, batch_tokens: int
 ) -> None:
     def positions(batch: Batch) -> int:
@@ -106,7 +106,7 @@ def test_no_batch_of_any_window_is_larger_than_the_largest(
         assert max(batch.src_BS.numel(), batch.tgt_in_BT.numel()) <= batch_tokens
 
 
-def test_a_start_at_a_position_of_any_window_gives_exactly_the_continuation(
+def test_resuming_at_a_position_of_any_window_gives_exactly_the_batches_that_follow_it(
     directory: Path,
 ) -> None:
     data = training_data(directory)
@@ -114,7 +114,7 @@ def test_a_start_at_a_position_of_any_window_gives_exactly_the_continuation(
     assert_continues(data, count)
 
 
-def test_a_position_says_its_window_so_that_seeking_opens_no_other(
+def test_seeking_the_last_batch_of_an_epoch_opens_only_some_of_the_shards_each_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = [BatchAndPosition(*own) for own in itertools.islice(
@@ -131,7 +131,7 @@ def test_a_position_says_its_window_so_that_seeking_opens_no_other(
     assert len(numbers) == len(set(numbers)) < 5
 
 
-def test_only_the_tables_of_a_window_are_open_and_each_is_opened_once(
+def test_the_plan_and_the_first_batch_open_only_some_of_the_shards_each_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = opened(monkeypatch)
@@ -145,14 +145,18 @@ def test_only_the_tables_of_a_window_are_open_and_each_is_opened_once(
     assert len(numbers) == touched
 
 
-def test_the_plan_of_several_windows_counts_their_batches_nearly(directory: Path) -> None:
+def test_the_plan_of_several_windows_estimates_the_number_of_batches_within_three(
+    directory: Path,
+) -> None:
     data = training_data(directory)
     for batch_tokens in (20, 64, 200):
         counts = [len(epoch(data, number, batch_tokens)) for number in range(4)]
         assert abs(data.plan(batch_tokens).num_batches - np.mean(counts)) <= 3
 
 
-def test_sampled_windows_hold_all_text_and_can_be_sought(text_directory: Path) -> None:
+def test_windows_with_sampled_segmentations_have_all_text_and_can_be_resumed(
+    text_directory: Path,
+) -> None:
     data = training_data(text_directory, sampling_alpha=0.3)
     assert data._mixture.num_windows > 1
     texts = sorted(zip(SRC_LINES, TGT_LINES, strict=True))
@@ -164,13 +168,15 @@ def test_sampled_windows_hold_all_text_and_can_be_sought(text_directory: Path) -
     assert_continues(data, 2 * num_batches, SAMPLED_BATCH_TOKENS, num_compared=most_of_a_window + 2)
 
 
-def test_the_windows_of_an_epoch_are_sampled_apart(text_directory: Path) -> None:
+def test_each_window_of_an_epoch_has_its_own_sampling_seed(text_directory: Path) -> None:
     data = training_data(text_directory, sampling_alpha=0.3)
     seeds = [data._open(0, number).seed for number in range(data._mixture.num_windows)]
     assert len({tuple(seed) for seed in seeds}) == len(seeds)
 
 
-def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_windows: None) -> None:
+def test_a_mixture_draws_pairs_from_each_corpus_in_proportion_to_its_weight(
+    tmp_path: Path, small_windows: None
+) -> None:
     directory = write_shards(tmp_path, encoded_pairs(), [10], weights=[3.0, 1.0])
     data = training_data(directory)
     assert [own.num_in_epoch for own in data.shares] == [68, 22]
@@ -192,7 +198,7 @@ def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_win
     assert_continues(data, 60)
 
 
-def test_the_ids_of_all_tables_are_read_in_order(directory: Path) -> None:
+def test_read_ids_gives_the_pairs_of_all_shards_in_order(directory: Path) -> None:
     found = [
         pair for block in read_ids(directory, vocabularies()) for pair in zip(*block, strict=True)
     ]
@@ -201,7 +207,7 @@ def test_the_ids_of_all_tables_are_read_in_order(directory: Path) -> None:
     assert check_pairs(directory, vocabularies()) == NUM_PAIRS
 
 
-# Tables and their page
+# Shards and their manifest
 
 
 def assert_refused(directory: Path, message: str) -> None:
@@ -212,13 +218,13 @@ def assert_refused(directory: Path, message: str) -> None:
         assert str(error.value) == message
 
 
-def test_a_table_that_is_gone_is_named_before_anything_is_read(directory: Path) -> None:
+def test_a_missing_shard_is_named_in_the_error(directory: Path) -> None:
     path = arrow_shards.shard_path(directory, 4)
     path.unlink()
     assert_refused(directory, f"{path}: is missing; restore it from a copy of the run.")
 
 
-def test_a_table_in_the_place_of_another_is_noticed(directory: Path) -> None:
+def test_a_shard_replaced_by_another_is_an_error(directory: Path) -> None:
     paths = [arrow_shards.shard_path(directory, number) for number in (0, 2)]
     paths[0].write_bytes(paths[1].read_bytes())
     message = f"{paths[0]}: must hold what shards.json says, but does not; restore both from a "
@@ -248,7 +254,7 @@ def changed(page: dict[str, object], key: str, value: object) -> dict[str, objec
 
 
 @pytest.mark.parametrize("change", PAGES.values(), ids=PAGES)
-def test_a_page_that_lies_is_refused_in_one_line(directory: Path, change: object) -> None:
+def test_an_invalid_manifest_is_a_one_line_error(directory: Path, change: object) -> None:
     path = directory / arrow_shards.MANIFEST_FILE
     path.write_text(json.dumps(change(json.loads(path.read_text("utf-8")))), encoding="utf-8")
     assert_refused(

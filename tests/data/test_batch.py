@@ -1,4 +1,4 @@
-"""Hold a batch to the ids, masks and counts that were put in."""
+"""A batch has the ids, masks and counts of the sequences that it was made of."""
 
 from dataclasses import fields
 
@@ -8,7 +8,7 @@ import torch
 
 from mtrain.data.batch import Batch, collate, keep_first, pad_right
 
-PAD, BOS, EOS = 90, 91, 92  # any ids: batches know none
+PAD, BOS, EOS = 90, 91, 92  # arbitrary ids: a batch assumes none
 SRC = [[5, 6, EOS], [7, EOS], [8, 9, 10, 11, EOS]]
 TGT = [[15], [16, 17, 18], []]
 
@@ -25,7 +25,7 @@ def test_a_batch_is_padded_on_the_right():
     ]
 
 
-def test_a_target_begins_with_bos_and_ends_with_eos():
+def test_decoder_inputs_begin_with_bos_and_expected_outputs_end_with_eos():
     assert batch().tgt_in_BT.tolist() == [
         [BOS, 15, PAD, PAD],
         [BOS, 16, 17, 18],
@@ -45,19 +45,19 @@ def test_masks_keep_everything_but_padding():
     assert torch.equal(made.tgt_keep_BT, made.tgt_out_BT != PAD)
 
 
-def test_a_piece_that_looks_like_padding_is_kept():
+def test_a_real_token_with_the_padding_id_is_not_masked():
     made = collate([[PAD, 5, EOS]], [[PAD]], PAD, BOS, EOS)
     assert made.src_keep_BS.all()
     assert made.tgt_keep_BT.all()
 
 
-def test_counts_are_those_of_the_masks():
+def test_token_counts_equal_the_sums_of_the_masks():
     made = batch()
     assert made.num_src_tokens == made.src_keep_BS.sum() == 10
     assert made.num_tgt_tokens == made.tgt_keep_BT.sum() == 7
 
 
-def test_shapes_and_types_are_those_that_the_model_takes():
+def test_ids_are_int64_and_masks_are_bool_with_the_expected_shapes():
     made = batch()
     ids = [made.src_BS, made.tgt_in_BT, made.tgt_out_BT]
     keeps = [made.src_keep_BS, made.tgt_keep_BT]
@@ -74,7 +74,7 @@ def test_arrays_and_lists_give_the_same_batch():
         assert torch.equal(getattr(of_arrays, name), getattr(of_lists, name))
 
 
-def test_a_batch_moves_whole():
+def test_to_moves_every_tensor_of_a_batch_to_the_device():
     moved = batch().to(torch.device("meta"))
     for name in ("src_BS", "src_keep_BS", "tgt_in_BT", "tgt_out_BT", "tgt_keep_BT"):
         assert getattr(moved, name).device.type == "meta"
@@ -83,7 +83,7 @@ def test_a_batch_moves_whole():
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 1, 2], [0, 2]])
-def test_padding_and_mask_are_two_views_of_the_same_lengths(lengths):
+def test_pad_right_and_keep_first_agree_on_the_sequence_lengths(lengths):
     rows = [[1] * length for length in lengths]
     assert torch.equal(pad_right(rows, 0) == 1, keep_first(lengths))
     assert keep_first(lengths).sum(1).tolist() == lengths
@@ -93,7 +93,9 @@ def test_padding_and_mask_are_two_views_of_the_same_lengths(lengths):
     ("parts", "sizes"),
     [(1, [7]), (2, [4, 3]), (3, [3, 3, 1]), (4, [2, 2, 2, 1]), (7, [1] * 7), (50, [1] * 7)],
 )
-def test_the_parts_of_a_batch_are_all_its_pairs_in_order_and_no_wider_than_these(parts, sizes):
+def test_split_keeps_all_pairs_in_order_and_pads_each_part_to_its_own_longest_sequence(
+    parts, sizes
+):
     src = [[5, EOS], [5, 6, 7, EOS], [EOS], [5, 6, EOS], [9, EOS], [8, 8, EOS], [7, EOS]]
     tgt = [[1, 2, 3], [], [1], [1, 2, 3, 4], [2], [], [3, 3]]
     whole = collate(src, tgt, PAD, BOS, EOS)
@@ -117,12 +119,12 @@ def assert_same(found: Batch, expected: Batch) -> None:
             assert (mine, type(mine)) == (other, int)
 
 
-def test_the_parts_of_a_batch_have_its_tokens():
+def test_the_token_counts_of_the_parts_add_up_to_those_of_the_batch():
     pieces = batch().split(2)
     assert sum(piece.num_src_tokens for piece in pieces) == batch().num_src_tokens
     assert sum(piece.num_tgt_tokens for piece in pieces) == batch().num_tgt_tokens
 
 
-def test_a_batch_in_one_part_is_the_batch():
+def test_splitting_a_batch_into_one_part_gives_an_equal_batch():
     (only,) = batch().split(1)
     assert_same(only, batch())

@@ -1,4 +1,4 @@
-"""Tokenizing that ends at any moment is taken up where it was, and gives the same bytes."""
+"""Tokenizing that is interrupted at any moment resumes where it stopped, with the same bytes."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ from mtrain.tokenizer import sentencepiece
 
 PART_PAIRS = 40
 NUM_KILLS = 4
-CALLS = ("fsync", "replace", "link", "unlink", "rmdir")  # what changes the disk
+CALLS = ("fsync", "replace", "link", "unlink", "rmdir")  # calls that change the disk
 
 
 def corpus(count: int, seed: int) -> list[Pair]:
@@ -57,7 +57,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(source: Path, run: Path) -> list[str]:
-    """Do what `mtrain tokenize` does; return what was said."""
+    """Do what `mtrain tokenize` does; return the printed lines."""
     config = config_file.load(source, run_dir=str(run))
     said = Said()
     prepare.prepare(config, RunDir(run), said)
@@ -65,7 +65,7 @@ def make(source: Path, run: Path) -> list[str]:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """Return all files of a run folder; its config without its own name."""
+    """Return all files of a run folder, with the path of the folder replaced in them."""
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
     return {
         name: path.read_bytes().replace(str(run).encode(), b"RUN") for name, path in files.items()
@@ -73,7 +73,7 @@ def contents(run: Path) -> dict[str, bytes]:
 
 
 def child(source: Path, run: Path, kill_at: int) -> None:
-    """Tokenize, and end without a word at the call number `kill_at`; write how many there were."""
+    """Tokenize, killed at disk call number `kill_at`; write the number of calls and the output."""
     prepare.PART_PAIRS, encode._BLOCK_PAIRS = PART_PAIRS, 16
     num_calls = kill_at_call(CALLS, kill_at)
     said = make(source, run)
@@ -85,7 +85,7 @@ def in_child(source: Path, run: Path, kill_at: int = 0) -> int | None:
 
 
 @needs_fork_server
-def test_tokenizing_that_is_killed_ends_with_the_same_bytes(tmp_path: Path, tree: Tree) -> None:
+def test_tokenizing_resumed_after_a_kill_writes_the_same_bytes(tmp_path: Path, tree: Tree) -> None:
     source, straight = write_config(tmp_path / "config.yaml", tree), tmp_path / "straight"
     assert in_child(source, straight) == 0
     num_calls, said = json.loads(Path(f"{straight}.said").read_text("utf-8"))
@@ -104,7 +104,7 @@ def test_tokenizing_that_is_killed_ends_with_the_same_bytes(tmp_path: Path, tree
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, part: int, error: BaseException) -> None:
-    """Let an error arrive once, when a part is begun."""
+    """Raise `error` once, when the encoding of this part begins."""
     encode_part = encode._encode_part
 
     def failing(*arguments: Any) -> encode.PartStats:
@@ -116,7 +116,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, part: int, error: BaseException
     monkeypatch.setattr(encode, "_encode_part", failing)
 
 
-def test_what_was_done_is_not_done_again(
+def test_resumed_tokenizing_reuses_the_tokenizer_the_scan_and_finished_parts(
     tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
@@ -143,7 +143,7 @@ def test_what_was_done_is_not_done_again(
 
 
 @pytest.mark.parametrize("what", ["text", "clean", "vocab_size", "seed"])
-def test_what_was_done_of_other_text_or_with_other_settings_is_done_again(
+def test_tokenizing_after_the_text_or_a_setting_changed_equals_tokenizing_from_the_start(
     tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     run = tmp_path / "run"
@@ -165,7 +165,7 @@ def test_what_was_done_of_other_text_or_with_other_settings_is_done_again(
     assert contents(run) == contents(tmp_path / "straight")
 
 
-def test_a_full_disk_keeps_the_parts_that_are_done(
+def test_after_a_full_disk_tokenizing_resumes_with_the_finished_parts(
     tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
@@ -175,7 +175,7 @@ def test_a_full_disk_keeps_the_parts_that_are_done(
     assert f"{run}: tokenizing resumes after 80 training pairs" in make(source, run)
 
 
-def test_text_that_must_change_leaves_no_parts(
+def test_a_data_error_during_tokenizing_leaves_no_run_folder(
     tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
@@ -196,7 +196,7 @@ def test_two_processes_do_not_tokenize_in_one_folder(tmp_path: Path, tree: Tree)
     assert make(source, run.path)
 
 
-def test_the_number_of_threads_and_the_size_of_blocks_change_no_byte(
+def test_threads_change_no_byte_and_the_block_size_does_not_change_the_largest_batches(
     tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_config(tmp_path / "config.yaml", tree)
@@ -215,7 +215,7 @@ def test_the_number_of_threads_and_the_size_of_blocks_change_no_byte(
     ]
 
 
-def test_many_parts_hold_what_one_part_holds(
+def test_the_part_size_changes_only_shards_manifest_checksums_and_gzip_bytes(
     tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_config(tmp_path / "config.yaml", tree)
@@ -234,7 +234,7 @@ def test_many_parts_hold_what_one_part_holds(
     assert lists[0].count(b"\n") == 33
 
 
-def test_a_part_of_which_nothing_is_left_has_no_table(
+def test_a_part_with_all_pairs_dropped_has_no_shard(
     tmp_path: Path, tree: Tree, small_parts: None
 ) -> None:
     pairs = corpus(230, 3)
@@ -274,7 +274,7 @@ def shares(run: Path) -> list[int]:
         ((None, None, None), 2.0, [92, 55, 24]),
     ],
 )
-def test_corpora_have_the_shares_that_the_config_gives_them(
+def test_weights_or_temperature_set_the_share_of_each_corpus_in_an_epoch(
     tmp_path: Path, tree: Tree, weights: list[float | None], temperature: float, expected: list[int]
 ) -> None:
     tree["data"] |= {"train": mixed(tmp_path, *weights), "temperature": temperature}
@@ -282,7 +282,9 @@ def test_corpora_have_the_shares_that_the_config_gives_them(
     assert shares(tmp_path / "run") == expected
 
 
-def test_a_mixture_accounts_for_each_pair_with_its_corpus(tmp_path: Path, tree: Tree) -> None:
+def test_dropped_pairs_of_a_mixture_are_listed_with_their_corpus(
+    tmp_path: Path, tree: Tree
+) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
     run = tmp_path / "run"
     make(write_config(tmp_path / "config.yaml", tree), run)
@@ -299,7 +301,9 @@ def test_a_mixture_accounts_for_each_pair_with_its_corpus(tmp_path: Path, tree: 
     assert dropped.read_counts(RunDir(run).data_dir) == {"blank-side": 8}
 
 
-def test_a_mixture_of_one_is_the_corpus_itself(tmp_path: Path, tree: Tree) -> None:
+def test_a_mixture_of_one_corpus_gives_the_same_plan_and_largest_batches_as_the_corpus(
+    tmp_path: Path, tree: Tree
+) -> None:
     make(write_config(tmp_path / "config.yaml", tree), tmp_path / "one")
     tree["data"]["train"] = [tree["data"]["train"]]
     make(write_config(tmp_path / "config.yaml", tree), tmp_path / "mixture")
@@ -312,7 +316,7 @@ def test_a_mixture_of_one_is_the_corpus_itself(tmp_path: Path, tree: Tree) -> No
         assert own.src_BS.tolist() == other.src_BS.tolist()
 
 
-def test_a_corpus_that_the_weights_leave_nothing_is_refused_before_any_work(
+def test_a_weight_below_one_pair_per_epoch_is_an_error_and_creates_no_run_folder(
     tmp_path: Path, tree: Tree
 ) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1e-5)
@@ -325,7 +329,7 @@ def test_a_corpus_that_the_weights_leave_nothing_is_refused_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_corpus_of_a_mixture_of_which_nothing_is_left_is_named(
+def test_a_mixture_corpus_with_all_pairs_dropped_is_named_in_the_error(
     tmp_path: Path, tree: Tree
 ) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
@@ -339,7 +343,7 @@ def test_a_corpus_of_a_mixture_of_which_nothing_is_left_is_named(
     assert not (tmp_path / "run").exists()
 
 
-def test_check_finds_the_corpus_of_a_mixture_of_which_nothing_is_left(
+def test_check_reports_a_mixture_corpus_with_all_pairs_dropped(
     cli: Cli, tmp_path: Path, tree: Tree
 ) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
@@ -352,7 +356,9 @@ def test_check_finds_the_corpus_of_a_mixture_of_which_nothing_is_left(
     assert found["advice"].endswith("; dropped are 1 (blank-side 1).")
 
 
-def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: Tree) -> None:
+def test_check_reports_pairs_drops_and_share_of_each_corpus(
+    cli: Cli, tmp_path: Path, tree: Tree
+) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 2.0)
     source = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("check", source)
@@ -369,7 +375,7 @@ def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: 
     assert [own["share"] for own in report["corpora"][0]["mixture"]] == [0.25, 0.25, 0.5]
 
 
-def test_training_on_a_mixture_says_the_shares_and_the_doctor_finds_it_well(
+def test_training_on_a_mixture_prints_the_shares_and_doctor_finds_no_fault(
     cli: Cli, tmp_path: Path, tree: Tree
 ) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 2.0)

@@ -1,4 +1,4 @@
-"""Hold the training data to its promise: every pair once an epoch, in an order that is known."""
+"""Training data: every pair exactly once per epoch, in a reproducible order."""
 
 import itertools
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_an_epoch_has_every_pair_exactly_once(number, directory):
     assert sorted(itertools.chain(*batches)) == sorted(written())
 
 
-def test_counts_are_those_of_an_epoch(directory):
+def test_pair_and_token_counts_equal_those_of_an_epoch(directory):
     data = training_data(directory)
     batches = epoch(data, 0)
     assert len(data) == NUM_PAIRS == sum(len(batch.src_BS) for batch in batches)
@@ -66,7 +66,9 @@ def test_counts_are_those_of_an_epoch(directory):
 
 
 @pytest.mark.parametrize("batch_tokens", [20, 64, 1000])
-def test_a_batch_keeps_its_budget_padding_and_the_longer_side_included(batch_tokens, directory):
+def test_padded_batches_stay_within_batch_tokens_on_both_sides_and_fill_most_of_it(
+    batch_tokens, directory
+):
     sizes = []
     for batch in epoch(training_data(directory), 0, batch_tokens):
         cells = max(batch.src_BS.numel(), batch.tgt_in_BT.numel())
@@ -75,7 +77,7 @@ def test_a_batch_keeps_its_budget_padding_and_the_longer_side_included(batch_tok
     assert np.mean(sizes) > 0.6 * batch_tokens
 
 
-def test_a_pair_that_is_longer_than_the_budget_makes_a_batch_of_its_own(directory):
+def test_a_pair_longer_than_batch_tokens_gets_a_batch_of_its_own(directory):
     batches = epoch(training_data(directory), 0, batch_tokens=8)
     over = [b for b in batches if max(b.src_BS.numel(), b.tgt_in_BT.numel()) > 8]
     assert over
@@ -83,7 +85,7 @@ def test_a_pair_that_is_longer_than_the_budget_makes_a_batch_of_its_own(director
     assert sorted(itertools.chain(*pairs_in(batches))) == sorted(written())
 
 
-def test_batches_hold_pairs_of_like_length(directory):
+def test_batches_have_pairs_of_similar_length(directory):
     def longer_sides(batch: list[Pair]) -> list[int]:
         return [max(len(src), len(tgt) + 1) for src, tgt in batch]
 
@@ -93,35 +95,35 @@ def test_batches_hold_pairs_of_like_length(directory):
         assert max(shorter) <= min(following)
 
 
-def test_batches_do_not_come_in_the_order_of_their_lengths(directory):
+def test_the_batches_of_an_epoch_are_not_sorted_by_length(directory):
     batches = epoch(training_data(directory), 0)
     lengths = [max(batch.src_BS.shape[1], batch.tgt_in_BT.shape[1]) for batch in batches]
     assert lengths != sorted(lengths)
     assert lengths != sorted(lengths, reverse=True)
 
 
-# The same again, and what follows from a position
+# Reproducibility and resuming
 
 
 def test_the_same_seed_and_epoch_give_the_same_batches(directory):
     first, again = training_data(directory), training_data(directory)
-    epoch(again, 0)  # having read something else must not matter
+    epoch(again, 0)  # reading another epoch first must not matter
     assert pairs_in(epoch(first, 3)) == pairs_in(epoch(again, 3))
 
 
-def test_another_epoch_is_another_order(directory):
+def test_another_epoch_has_other_batches(directory):
     data = training_data(directory)
     zero, one = pairs_in(epoch(data, 0)), pairs_in(epoch(data, 1))
     assert zero != one
     assert {frozenset(batch) for batch in zero} != {frozenset(batch) for batch in one}
 
 
-def test_another_seed_is_another_order(directory):
+def test_another_seed_gives_other_batches(directory):
     first, other = training_data(directory, seed=1), training_data(directory, seed=2)
     assert pairs_in(epoch(first, 0)) != pairs_in(epoch(other, 0))
 
 
-def test_a_start_at_a_position_gives_exactly_the_continuation(directory):
+def test_resuming_at_a_position_gives_exactly_the_batches_that_follow_it(directory):
     data = training_data(directory)
     assert_continues(data, 2 * data.plan(BATCH_TOKENS).num_batches + 3)
 
@@ -139,7 +141,7 @@ def test_positions_count_the_batches_of_each_epoch(directory):
 
 
 @pytest.mark.parametrize("batch_tokens", [BATCH_TOKENS // 2, 4 * BATCH_TOKENS])
-def test_with_other_batches_an_epoch_goes_on_at_the_same_number_and_the_next_is_whole(
+def test_another_batch_size_resumes_at_the_same_batch_number_and_the_next_epoch_is_whole(
     directory, batch_tokens
 ):
     data = training_data(directory)
@@ -153,7 +155,7 @@ def test_with_other_batches_an_epoch_goes_on_at_the_same_number_and_the_next_is_
     assert sorted(itertools.chain(*following)) == sorted(itertools.chain(*own)) == sorted(written())
 
 
-def test_the_plan_is_what_the_first_epoch_deals(directory):
+def test_the_plan_has_the_batch_count_and_padding_share_of_the_first_epoch(directory):
     data = training_data(directory)
     batches = epoch(data, 0)
     plan = data.plan(BATCH_TOKENS)
@@ -170,7 +172,9 @@ def test_the_plan_is_what_the_first_epoch_deals(directory):
     seed=st.integers(0, 1000),
 )
 @settings(derandomize=True, database=None, deadline=None, max_examples=150)
-def test_a_plan_cuts_any_lengths_into_batches_that_fit(lengths, batch_tokens, seed):
+def test_plan_batches_puts_pairs_of_any_lengths_into_batches_within_the_budget(
+    lengths, batch_tokens, seed
+):
     src, tgt = (np.array(side, dtype=np.int32) for side in zip(*lengths, strict=True))
     batches = plan_batches(src, tgt, batch_tokens, np.random.default_rng(seed))
     assert sorted(itertools.chain(*(rows.tolist() for rows in batches))) == list(range(len(src)))
@@ -179,7 +183,7 @@ def test_a_plan_cuts_any_lengths_into_batches_that_fit(lengths, batch_tokens, se
         assert len(rows) == 1 or len(rows) * longest <= batch_tokens
 
 
-def test_a_plan_pads_both_sides_little_though_a_source_says_nothing_of_its_target():
+def test_padding_is_below_7_percent_even_if_source_and_target_lengths_are_independent():
     """Sorted by the longer side and then by the source, 17% of these batches would be padding."""
     src, tgt = np.random.default_rng(1).integers(1, 41, (2, 4000), dtype=np.int32)
     batches = plan_batches(src, tgt, 400, np.random.default_rng(0))
@@ -208,7 +212,7 @@ def test_more_pairs_than_arrow_writes_at_once_are_read_back(tmp_path):
     assert sorted(itertools.chain(*batches)) == [((*key, eos), key) for key in keys]
 
 
-def test_text_is_stored_only_when_it_is_asked_for(tmp_path):
+def test_text_is_stored_with_the_ids_only_if_requested(tmp_path):
     pair = EncodedPair([7, 3], [8], "seven", "eight")
     for with_text in (True, False):
         path = tmp_path / f"{with_text}.arrow"
@@ -216,7 +220,7 @@ def test_text_is_stored_only_when_it_is_asked_for(tmp_path):
         assert (b"seven" in path.read_bytes()) == with_text
 
 
-def test_missing_pairs_are_an_error_that_names_the_file_and_the_remedy(tmp_path):
+def test_a_missing_manifest_is_an_error_that_says_to_restore_it(tmp_path):
     with pytest.raises(RunError, match=r"shards\.json: is missing; restore it"):
         training_data(tmp_path)
 
@@ -228,19 +232,19 @@ def sorted_pairs(batches: list[Batch]) -> list[Pair]:
     return sorted(itertools.chain(*pairs_in(batches)))
 
 
-def test_sampled_epochs_hold_the_same_text(text_directory):
+def test_epochs_with_sampled_segmentations_have_the_same_text(text_directory):
     data = training_data(text_directory, sampling_alpha=0.3)
     for number in range(3):
         assert texts_of(epoch(data, number)) == sorted(zip(SRC_LINES, TGT_LINES, strict=True))
 
 
-def test_a_sampled_epoch_is_repeatable(text_directory):
+def test_sampled_segmentations_of_an_epoch_are_reproducible(text_directory):
     first, again = (training_data(text_directory, sampling_alpha=0.3) for _ in range(2))
     epoch(again, 4)
     assert pairs_in(epoch(first, 2)) == pairs_in(epoch(again, 2))
 
 
-def test_sampled_epochs_and_seeds_differ_in_their_pieces(text_directory):
+def test_sampled_segmentations_differ_between_epochs_and_seeds(text_directory):
     data = training_data(text_directory, sampling_alpha=0.3)
     other = training_data(text_directory, seed=2, sampling_alpha=0.3)
     plain = training_data(text_directory)
@@ -250,18 +254,18 @@ def test_sampled_epochs_and_seeds_differ_in_their_pieces(text_directory):
         assert one != another
 
 
-def test_without_sampling_all_epochs_have_the_same_pieces(text_directory):
+def test_without_sampling_all_epochs_have_the_same_segmentations(text_directory):
     data = training_data(text_directory)
     assert sorted_pairs(epoch(data, 0)) == sorted_pairs(epoch(data, 1))
 
 
-def test_sampled_batches_keep_the_budget_of_what_was_sampled(text_directory):
+def test_batches_of_sampled_segmentations_stay_within_batch_tokens(text_directory):
     for batch in epoch(training_data(text_directory, sampling_alpha=0.3), 0, batch_tokens=120):
         assert max(batch.src_BS.numel(), batch.tgt_in_BT.numel()) <= 120
 
 
-def test_the_sides_of_a_pair_are_sampled_apart(tmp_path):
-    # the same text on both sides: one seed for both would cut it alike every time
+def test_source_and_target_with_the_same_text_mostly_get_different_segmentations(tmp_path):
+    # the same text on both sides: one seed for both would always segment it alike
     tokenizer = vocabularies()
     ids = tokenizer.tgt.encode(TGT_LINES)
     pairs = [
@@ -273,7 +277,7 @@ def test_the_sides_of_a_pair_are_sampled_apart(tmp_path):
     assert sum(src[:-1] != tgt for src, tgt in sampled) > len(sampled) / 2
 
 
-def test_a_start_at_a_position_of_a_sampled_epoch_gives_exactly_the_continuation(text_directory):
+def test_resuming_in_a_sampled_epoch_gives_exactly_the_batches_that_follow(text_directory):
     data = training_data(text_directory, sampling_alpha=0.3)
     straight = [
         BatchAndPosition(*item) for item in itertools.islice(data.batches(500, Position()), 20)

@@ -1,4 +1,4 @@
-"""An epoch of several corpora: each gives its share, no pair twice before all were given."""
+"""An epoch of several corpora: each has its share, and all its pairs are used equally often."""
 
 import itertools
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mtrain.config.corpora import weight_of
 from mtrain.data.mixture import Mixture, MixtureCorpus, apportion
 
-Given = tuple[int, int]  # a table and a row
+Given = tuple[int, int]  # a shard and a row
 
 
 def numbered(sizes: list[list[int]], weights: list[float]) -> list[MixtureCorpus]:
@@ -40,7 +40,7 @@ corpora = st.lists(
 
 
 @given(corpora=corpora, window_pairs=st.integers(1, 80), seed=st.integers(0, 9))
-def test_each_corpus_gives_its_share_of_every_window_and_none_of_its_pairs_twice_too_often(
+def test_each_corpus_has_its_share_of_every_window_and_its_pairs_are_drawn_equally_often(
     corpora: list[tuple[list[int], float]], window_pairs: int, seed: int
 ) -> None:
     sizes, weights = (list(own) for own in zip(*corpora, strict=True))
@@ -72,7 +72,7 @@ def test_each_corpus_gives_its_share_of_every_window_and_none_of_its_pairs_twice
 
 
 @given(corpora=corpora, window_pairs=st.integers(1, 80))
-def test_a_place_is_in_the_window_whose_pairs_stand_around_it(
+def test_window_at_returns_the_window_that_contains_a_position(
     corpora: list[tuple[list[int], float]], window_pairs: int
 ) -> None:
     sizes, weights = (list(own) for own in zip(*corpora, strict=True))
@@ -82,14 +82,14 @@ def test_a_place_is_in_the_window_whose_pairs_stand_around_it(
         assert mixture.firsts[number] <= place < mixture.firsts[number + 1]
 
 
-def test_one_corpus_in_one_window_is_all_its_pairs_in_order() -> None:
+def test_one_corpus_in_one_window_gives_all_its_pairs_in_order() -> None:
     mixture = Mixture(numbered([[3, 2, 4]], [7.0]), 1, 9)
     in_order = [(table, row) for table, size in enumerate([3, 2, 4]) for row in range(size)]
     assert mixture.num_windows == 1
     assert epoch(mixture, 0) == epoch(mixture, 5) == in_order
 
 
-def test_a_window_touches_few_tables_and_epochs_put_others_together() -> None:
+def test_a_window_reads_few_shards_and_another_epoch_groups_the_shards_differently() -> None:
     mixture = Mixture(numbered([[100] * 20], [1.0]), 1, 500)
     touched = [[take.shard for take in mixture.select(0, number)] for number in range(4)]
     assert [len(own) for own in touched] == [5] * 4
@@ -98,7 +98,7 @@ def test_a_window_touches_few_tables_and_epochs_put_others_together() -> None:
     assert touched != [sorted(range(first, first + 5)) for first in range(0, 20, 5)]
 
 
-def test_the_pairs_of_a_table_that_two_windows_share_are_drawn_from_all_over_it() -> None:
+def test_two_windows_that_share_a_shard_both_draw_rows_from_the_whole_shard() -> None:
     mixture = Mixture(numbered([[1000]], [1.0]), 1, 500)
     first, second = (np.concatenate([own.rows for own in mixture.select(0, n)]) for n in (0, 1))
     assert sorted([*first.tolist(), *second.tolist()]) == list(range(1000))
@@ -106,21 +106,21 @@ def test_the_pairs_of_a_table_that_two_windows_share_are_drawn_from_all_over_it(
     assert 300 < np.median(second) < 700
 
 
-def test_seeds_differ_and_the_same_one_does_not() -> None:
+def test_the_rows_of_a_window_depend_on_the_seed_and_are_reproducible() -> None:
     def rows(seed: int) -> list[Given]:
         return window(Mixture(numbered([[1000]], [1.0]), seed, 500), 0, 0)
 
     assert rows(1) == rows(1) != rows(2)
 
 
-def test_a_corpus_far_over_its_size_is_given_whole_again_and_again() -> None:
+def test_an_oversampled_corpus_repeats_each_of_its_pairs_equally_often() -> None:
     mixture = Mixture(numbered([[3], [997]], [9.0, 1.0]), 1, 1000)
     counts = Counter(epoch(mixture, 0))
     assert [counts[0, row] for row in range(3)] == [300, 300, 300]
     assert sum(count for (table, _), count in counts.items() if table == 1) == 100
 
 
-def test_shares_are_exact_for_numbers_that_floats_cannot_tell_apart() -> None:
+def test_apportion_is_exact_for_sizes_of_billions_of_pairs() -> None:
     sizes = [10**9 + 7, 3 * 10**9 + 1, 5]
     assert apportion(sum(sizes), [float(size) for size in sizes]) == sizes
 
@@ -129,7 +129,7 @@ def test_shares_are_exact_for_numbers_that_floats_cannot_tell_apart() -> None:
     ("temperature", "shares"),
     [(None, [0.9, 0.1]), (1.0, [0.9, 0.1]), (2.0, [0.75, 0.25]), (1e9, [0.5, 0.5])],
 )
-def test_temperature_goes_from_shares_by_size_to_equal_ones(
+def test_a_higher_temperature_moves_shares_from_proportional_to_size_to_equal(
     temperature: float | None, shares: list[float]
 ) -> None:
     weights = [weight_of(size, None, temperature) for size in (900, 100)]

@@ -1,4 +1,4 @@
-"""From corpora to a run folder: every pair is accounted for, and an error leaves no trace."""
+"""Prepare a run folder: every pair is stored or listed as dropped; an error leaves no files."""
 
 import gzip
 import hashlib
@@ -33,7 +33,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def make(tmp_path: Path, tree: Tree) -> tuple[RunDir, list[str]]:
-    """Prepare a run; return it, and what was said."""
+    """Prepare a run; return it and the printed lines."""
     config = config_file.load(write_config(tmp_path / "config.yaml", tree))
     run, console = RunDir(Path(config.run_dir)), Said()
     prepare.prepare(config, run, console)
@@ -41,7 +41,7 @@ def make(tmp_path: Path, tree: Tree) -> tuple[RunDir, list[str]]:
 
 
 def refused(tmp_path: Path, tree: Tree) -> UserError:
-    """Prepare a run that cannot be; hold it to leave nothing behind."""
+    """Return the error of preparing a run that must fail; assert that it leaves no files."""
     with pytest.raises(UserError) as error:
         make(tmp_path, tree)
     assert not prepare.is_prepared(RunDir(Path(tree["run_dir"])))
@@ -50,7 +50,7 @@ def refused(tmp_path: Path, tree: Tree) -> UserError:
 
 
 def stored_pairs(run: RunDir) -> list[tuple[str, str]]:
-    """Decode what the run folder holds of the training pairs, in one epoch, sorted."""
+    """Decode the training pairs of a run folder from one epoch, sorted."""
     tokenizer = sentencepiece.load(run.tokenizer_dir)
     table = TrainingData(run.data_dir, tokenizer, seed=1)
     found: list[tuple[str, str]] = []
@@ -135,7 +135,7 @@ def test_dropped_pairs_are_counted_and_listed_with_file_line_and_reason(
 
 
 @pytest.mark.parametrize("longer", ["src", "tgt"])
-def test_a_pair_is_too_long_by_its_longer_side_with_eos(
+def test_max_tokens_limits_the_longer_side_of_a_pair_including_eos(
     tmp_path: Path, tree: Tree, longer: str
 ) -> None:
     lines = [f"{pair.src} ba ce" for pair in copy_task(200, 1)]
@@ -163,7 +163,7 @@ def test_blank_and_long_lines_of_validation_and_test_sets_are_kept(
     assert prepare.read_valid(run) == prepare.read_test(run, "held_out") == (src, tgt)
 
 
-def test_unequal_corpora_are_refused(tmp_path: Path, tree: Tree) -> None:
+def test_corpus_files_with_unequal_line_counts_are_refused(tmp_path: Path, tree: Tree) -> None:
     src, tgt = (tree["data"]["train"][side][0] for side in ("src", "tgt"))
     write(Path(tgt), ["ba"])
     error = refused(tmp_path, tree)
@@ -175,7 +175,7 @@ def test_unequal_corpora_are_refused(tmp_path: Path, tree: Tree) -> None:
 
 @pytest.mark.parametrize("name", ["train", "valid", "tests.held_out"])
 @pytest.mark.parametrize("fault", ["missing", "empty", "not UTF-8"])
-def test_a_fault_in_any_corpus_is_found_before_anything_is_written(
+def test_an_error_in_any_corpus_is_reported_and_leaves_no_files(
     tmp_path: Path, tree: Tree, name: str, fault: str
 ) -> None:
     first, _, rest = name.partition(".")
@@ -211,7 +211,7 @@ def test_a_fault_in_any_corpus_is_found_before_anything_is_written(
         ),
     ],
 )
-def test_a_corpus_of_which_no_pair_is_left_is_refused(
+def test_a_corpus_with_all_pairs_dropped_is_refused_with_the_reasons(
     tmp_path: Path, tree: Tree, line: str, clean: list[str], why: str
 ) -> None:
     tree["data"]["clean"] = clean
@@ -234,9 +234,7 @@ def test_a_corpus_whose_lines_are_all_blank_is_refused(tmp_path: Path, tree: Tre
     assert str(error) == "`data.train` must have lines with text, but all that are kept are blank."
 
 
-def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
-    tmp_path: Path, tree: Tree
-) -> None:
+def test_a_vocab_size_out_of_range_is_refused_with_the_bound(tmp_path: Path, tree: Tree) -> None:
     tree["tokenizer"]["vocab_size"] = 9000
     error = refused(tmp_path, tree)
     assert isinstance(error, ConfigError)
@@ -252,7 +250,7 @@ def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_default_vocabulary_is_as_large_as_the_corpus_allows_and_that_is_said(
+def test_the_default_vocabulary_shrinks_to_what_the_corpus_allows_and_this_is_reported(
     tmp_path: Path, tree: Tree, shared: bool
 ) -> None:
     tree["tokenizer"] = {"shared": shared}
@@ -266,7 +264,7 @@ def test_the_default_vocabulary_is_as_large_as_the_corpus_allows_and_that_is_sai
     assert run.config.tokenizer.vocab_size is None
 
 
-def test_a_run_whose_vocabulary_was_chosen_goes_on_where_the_config_leaves_it_open(
+def test_a_prepared_run_accepts_a_config_that_no_longer_sets_vocab_size(
     tmp_path: Path, tree: Tree
 ) -> None:
     tree["tokenizer"]["vocab_size"] = 284
@@ -275,7 +273,7 @@ def test_a_run_whose_vocabulary_was_chosen_goes_on_where_the_config_leaves_it_op
     make(tmp_path, tree)
 
 
-def test_the_bound_that_is_named_is_the_largest_vocabulary_that_works(
+def test_a_vocabulary_of_the_size_that_the_error_message_allows_can_be_trained(
     tmp_path: Path, tree: Tree
 ) -> None:
     tree["tokenizer"]["vocab_size"] = 9000
@@ -285,7 +283,9 @@ def test_the_bound_that_is_named_is_the_largest_vocabulary_that_works(
     assert len(sentencepiece.load(run.tokenizer_dir).src) == bound
 
 
-def test_a_second_time_nothing_is_done_and_it_is_said(tmp_path: Path, tree: Tree) -> None:
+def test_preparing_a_run_again_changes_no_file_and_reports_that_it_is_tokenized_already(
+    tmp_path: Path, tree: Tree
+) -> None:
     run, _ = make(tmp_path, tree)
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     Path(tree["data"]["train"]["src"][0]).unlink()
@@ -297,7 +297,7 @@ def test_a_second_time_nothing_is_done_and_it_is_said(tmp_path: Path, tree: Tree
 @pytest.mark.parametrize(
     ("section", "key", "value"), [("data", "max_tokens", 31), ("tokenizer", "vocab_size", 284)]
 )
-def test_other_data_or_another_tokenizer_in_the_same_run_is_refused(
+def test_changed_data_or_tokenizer_settings_for_the_same_run_are_refused(
     tmp_path: Path, tree: Tree, section: str, key: str, value: int
 ) -> None:
     run, _ = make(tmp_path, tree)
@@ -310,7 +310,7 @@ def test_other_data_or_another_tokenizer_in_the_same_run_is_refused(
     )
 
 
-def test_what_was_left_by_a_tokenizing_that_was_killed_at_its_very_end_is_removed(
+def test_a_leftover_tokenizing_folder_is_removed_unless_a_process_is_still_tokenizing(
     tmp_path: Path, tree: Tree
 ) -> None:
     run, _ = make(tmp_path, tree)
@@ -327,7 +327,7 @@ def test_what_was_left_by_a_tokenizing_that_was_killed_at_its_very_end_is_remove
     assert not left.parent.exists()
 
 
-def test_test_sets_change_without_tokenizing_again_and_leaks_are_said(
+def test_test_sets_can_change_without_tokenizing_again_and_leaked_pairs_are_reported(
     tmp_path: Path, tree: Tree
 ) -> None:
     run, _ = make(tmp_path, tree)
@@ -351,7 +351,7 @@ def test_test_sets_change_without_tokenizing_again_and_leaks_are_said(
     assert list(zip(*prepare.read_test(again, "news"), strict=True)) == news
     assert list(zip(*prepare.read_test(again, "held_out"), strict=True)) == copy_task(40, 3)
     assert list(again.config.data.tests) == ["held_out", "news"]
-    assert again.config.training.lr == 0.01  # which the training itself takes over
+    assert again.config.training.lr == 0.01  # only training itself applies the new value
     assert prepare.damaged_files(again) == []
     assert tree["data"]["tests"]["news"]["src"][0] in prepare.read_marks(again)
     assert {path: path.stat().st_mtime_ns for path in run.data_dir.glob("train*")} == before
@@ -372,7 +372,7 @@ def test_test_sets_change_without_tokenizing_again_and_leaks_are_said(
     assert prepare.damaged_files(again) == []
 
 
-def test_a_new_test_set_that_cannot_be_read_changes_nothing(tmp_path: Path, tree: Tree) -> None:
+def test_an_empty_new_test_set_is_an_error_that_changes_no_file(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     tree["data"]["tests"]["news"] = write_corpus(tmp_path, "news", copy_task(3, 5))
@@ -383,14 +383,16 @@ def test_a_new_test_set_that_cannot_be_read_changes_nothing(tmp_path: Path, tree
     assert {path: data for path, data in files.items() if path.name != ".lock"} == before
 
 
-def test_test_sets_do_not_change_while_another_process_trains(tmp_path: Path, tree: Tree) -> None:
+def test_changing_the_test_sets_while_another_process_trains_is_an_error(
+    tmp_path: Path, tree: Tree
+) -> None:
     run, _ = make(tmp_path, tree)
     tree["data"]["tests"]["news"] = write_corpus(tmp_path, "news", copy_task(3, 5))
     with run.locked(), pytest.raises(RunError, match="another process is training in it"):
         make(tmp_path, tree)
 
 
-def test_other_training_settings_do_not_ask_for_new_data(tmp_path: Path, tree: Tree) -> None:
+def test_changed_training_settings_do_not_tokenize_again(tmp_path: Path, tree: Tree) -> None:
     make(tmp_path, tree)
     tree["training"]["lr"] = 0.5
     _, said = make(tmp_path, tree)
@@ -398,7 +400,7 @@ def test_other_training_settings_do_not_ask_for_new_data(tmp_path: Path, tree: T
 
 
 @pytest.mark.parametrize("name", ["data/train.en", "data"])
-def test_data_that_is_not_from_mtrain_is_refused_and_kept(
+def test_data_not_written_by_mtrain_is_refused_and_left_unchanged(
     tmp_path: Path, tree: Tree, name: str
 ) -> None:
     own = Path(tree["run_dir"]) / name
@@ -414,20 +416,22 @@ def test_data_that_is_not_from_mtrain_is_refused_and_kept(
     assert own.read_text() == "mine"
 
 
-def test_a_data_folder_that_is_empty_is_filled(tmp_path: Path, tree: Tree) -> None:
+def test_an_existing_empty_data_folder_is_filled(tmp_path: Path, tree: Tree) -> None:
     (Path(tree["run_dir"]) / "data").mkdir(parents=True)
     run, _ = make(tmp_path, tree)
     assert prepare.is_prepared(run)
 
 
-def test_pairs_that_are_gone_are_not_made_again(tmp_path: Path, tree: Tree) -> None:
+def test_a_deleted_shard_is_not_tokenized_again(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
     (run.data_dir / "train-00000.arrow").unlink()
     _, said = make(tmp_path, tree)
     assert said[-1].endswith("tokenized already")
 
 
-def test_a_tokenizer_that_weights_may_depend_on_is_kept(tmp_path: Path, tree: Tree) -> None:
+def test_tokenizing_changed_text_keeps_the_tokenizer_of_the_run_folder(
+    tmp_path: Path, tree: Tree
+) -> None:
     run, _ = make(tmp_path, tree)
     model, pairs = run.tokenizer_dir / "shared.model", run.data_dir / "train-00000.arrow"
     before, encoded = model.read_bytes(), pairs.read_bytes()
@@ -439,7 +443,9 @@ def test_a_tokenizer_that_weights_may_depend_on_is_kept(tmp_path: Path, tree: Tr
     assert pairs.read_bytes() != encoded
 
 
-def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) -> None:
+def test_separate_vocabularies_are_each_trained_on_their_own_side(
+    tmp_path: Path, tree: Tree
+) -> None:
     pairs = copy_task(200, 1)
     tree["data"]["train"] = {
         "src": [write(tmp_path / "x.s", [pair.src for pair in pairs])],
@@ -457,7 +463,7 @@ def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) 
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_tokenizer_of_other_sides_that_lies_in_the_folder_is_refused(
+def test_tokenizer_shared_must_match_the_tokenizer_in_the_run_folder(
     tmp_path: Path, tree: Tree, shared: bool
 ) -> None:
     tree["model"] |= {"tie_embeddings": "decoder"}
@@ -475,7 +481,9 @@ def test_a_tokenizer_of_other_sides_that_lies_in_the_folder_is_refused(
     )
 
 
-def test_a_tokenizer_trained_on_a_sample_is_announced(tmp_path: Path, tree: Tree) -> None:
+def test_training_the_tokenizer_on_a_sample_of_lines_is_reported(
+    tmp_path: Path, tree: Tree
+) -> None:
     tree["tokenizer"]["max_training_lines"] = 399
     _, said = make(tmp_path, tree)
     assert said[0] == (
@@ -487,7 +495,7 @@ def test_a_tokenizer_trained_on_a_sample_is_announced(tmp_path: Path, tree: Tree
     assert said[0].startswith("tokenizer: unigram")
 
 
-def test_separate_tokenizers_see_a_sample_of_their_own_side_only(
+def test_max_training_lines_applies_to_each_side_of_separate_tokenizers(
     tmp_path: Path, tree: Tree
 ) -> None:
     tree["tokenizer"] |= {"max_training_lines": 200, "shared": False, "vocab_size": 283}
@@ -496,7 +504,7 @@ def test_separate_tokenizers_see_a_sample_of_their_own_side_only(
     assert said[0].startswith("tokenizer: unigram")
 
 
-def test_text_travels_with_the_ids_only_if_segmentations_are_sampled(
+def test_shards_have_text_columns_only_if_segmentations_are_sampled(
     tmp_path: Path, tree: Tree
 ) -> None:
     from datasets import Dataset
@@ -510,7 +518,7 @@ def test_text_travels_with_the_ids_only_if_segmentations_are_sampled(
 
 
 @pytest.mark.parametrize("name", ["valid.src", "tests/held_out.tgt"])
-def test_text_that_is_gone_from_the_run_folder_is_named(
+def test_a_missing_validation_or_test_file_of_the_run_folder_is_named_in_the_error(
     tmp_path: Path, tree: Tree, name: str
 ) -> None:
     run, _ = make(tmp_path, tree)
@@ -521,7 +529,9 @@ def test_text_that_is_gone_from_the_run_folder_is_named(
     assert str(error.value) == f"{path}: is missing; restore it from a copy of the run."
 
 
-def test_a_run_folder_says_what_is_usual_in_its_pairs(tmp_path: Path, tree: Tree) -> None:
+def test_a_run_folder_stores_length_statistics_and_the_share_of_copied_pairs(
+    tmp_path: Path, tree: Tree
+) -> None:
     pairs = [Pair(pair.src, f"{pair.tgt} {pair.tgt}") for pair in copy_task(150, 4)]
     pairs += copy_task(50, 5)
     tree["data"] |= {"train": write_corpus(tmp_path, "train", pairs), "max_tokens": 99}
@@ -550,7 +560,7 @@ def opened() -> Iterator[Counter[str]]:
     """Count how often this process opens each file."""
     if _count_open not in _hooks:
         _hooks.append(_count_open)
-        sys.addaudithook(_count_open)  # which nobody can take away again
+        sys.addaudithook(_count_open)  # an audit hook cannot be removed
     _counting.append(Counter())
     try:
         yield _counting[-1]
@@ -592,7 +602,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None
     assert (tmp_path / "file").read_text() == "x\n"
 
 
-def test_the_counts_are_valid_json_that_a_script_can_read(tmp_path: Path, tree: Tree) -> None:
+def test_dropped_json_is_an_empty_object_if_no_pair_was_dropped(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
     assert json.loads((run.data_dir / "dropped.json").read_text(encoding="utf-8")) == {}
 
@@ -619,7 +629,9 @@ def give_checkpoint(run: RunDir) -> None:
     (run.checkpoints_dir / "step-00000004").mkdir(parents=True)
 
 
-def test_a_run_folder_says_what_every_corpus_file_was(tmp_path: Path, tree: Tree) -> None:
+def test_a_run_folder_records_size_time_and_checksum_of_every_corpus_file(
+    tmp_path: Path, tree: Tree
+) -> None:
     src = Path(tree["data"]["train"]["src"][0])
     zipped = src.with_name("train.src.gz")
     zipped.write_bytes(gzip.compress(src.read_bytes()))
@@ -636,7 +648,7 @@ def test_a_run_folder_says_what_every_corpus_file_was(tmp_path: Path, tree: Tree
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_corpus_that_changed_before_there_is_a_checkpoint_is_refused_by_its_name(
+def test_a_corpus_file_that_changed_before_the_first_checkpoint_is_an_error_that_names_it(
     tmp_path: Path, tree: Tree, number: int
 ) -> None:
     run, _ = make(tmp_path, tree)
@@ -651,7 +663,9 @@ def test_a_corpus_that_changed_before_there_is_a_checkpoint_is_refused_by_its_na
     )
 
 
-def test_a_corpus_that_changed_later_is_one_line_of_warning(tmp_path: Path, tree: Tree) -> None:
+def test_each_corpus_file_that_changed_after_a_checkpoint_gives_one_line_of_warning(
+    tmp_path: Path, tree: Tree
+) -> None:
     run, _ = make(tmp_path, tree)
     give_checkpoint(run)
     changed = [corpora_of(tree)[0], corpora_of(tree)[3]]
@@ -665,7 +679,9 @@ def test_a_corpus_that_changed_later_is_one_line_of_warning(tmp_path: Path, tree
     ] + [f"{run.path}: tokenized already"]
 
 
-def test_a_gzipped_corpus_is_compared_by_its_own_bytes(tmp_path: Path, tree: Tree) -> None:
+def test_a_gzip_corpus_file_with_other_compressed_bytes_counts_as_changed(
+    tmp_path: Path, tree: Tree
+) -> None:
     src = Path(tree["data"]["train"]["src"][0])
     zipped = src.with_name("train.src.gz")
     zipped.write_bytes(gzip.compress(src.read_bytes(), mtime=1))
@@ -676,7 +692,7 @@ def test_a_gzipped_corpus_is_compared_by_its_own_bytes(tmp_path: Path, tree: Tre
         make(tmp_path, tree)
 
 
-def test_a_file_is_read_again_only_if_its_size_or_time_is_another(
+def test_a_corpus_file_is_hashed_again_only_if_its_size_or_time_changed(
     tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, tree)
@@ -688,12 +704,12 @@ def test_a_file_is_read_again_only_if_its_size_or_time_is_another(
     touch(files[2])
     make(tmp_path, tree)
     assert read == [files[2]]
-    change(files[4])  # as nobody does by accident
+    change(files[4])  # with its old size and time
     make(tmp_path, tree)
     assert read == [files[2]] * 2
 
 
-def test_corpora_that_are_gone_do_not_stop_a_copied_run(tmp_path: Path, tree: Tree) -> None:
+def test_missing_corpus_files_do_not_stop_a_prepared_run(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
     for path in corpora_of(tree):
         path.unlink()
@@ -702,7 +718,7 @@ def test_corpora_that_are_gone_do_not_stop_a_copied_run(tmp_path: Path, tree: Tr
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"train.src": 3}', '{"a": {"b": 1}}'])
-def test_a_run_folder_that_does_not_say_what_its_corpora_were_still_works(
+def test_a_missing_or_invalid_corpora_json_does_not_stop_a_prepared_run(
     tmp_path: Path, tree: Tree, content: str | None
 ) -> None:
     run, _ = make(tmp_path, tree)

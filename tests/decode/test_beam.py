@@ -1,4 +1,4 @@
-"""Hold beam search and sampling to exhaustive search, to plain Python, and to each other."""
+"""Compare beam search and sampling with exhaustive search, plain Python, and each other."""
 
 import itertools
 import math
@@ -31,14 +31,14 @@ from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 
-# The special ids are scattered on purpose: search must know none but those it is told.
+# The special ids are unusual on purpose: a search must use only the ids that it is given.
 NUM_PIECES, EOS, PAD, BOS = 6, 1, 3, 4
 NEVER = [PAD, BOS]
 WRITABLE = [0, 2, 5]
 ALPHAS = [0.0, 0.6, 1.0, 2.0]
-WIDE = 2 * len(WRITABLE) ** 4  # more places than there are targets of the lengths used here
-DTYPES = [torch.float32, torch.float64]  # the first takes compiled functions
-SUM_OF = {torch.float32: 1e-5, torch.float64: 1e-9}  # how exact a sum of log-probabilities is
+WIDE = 2 * len(WRITABLE) ** 4  # wider than the number of targets of the lengths used here
+DTYPES = [torch.float32, torch.float64]  # float32 runs the compiled functions
+SUM_OF = {torch.float32: 1e-5, torch.float64: 1e-9}  # tolerances for a sum of log-probabilities
 of_each_type = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 Item = TypeVar("Item")
@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 def sample(
     step: Any, group: RequestGroup[Any], settings: Sampling, uniform_NT: torch.Tensor
 ) -> list[list[Hypothesis]]:
-    """Draw targets to their end."""
+    """Sample targets until all have ended."""
     steps = sample_steps(step, group, settings, uniform_NT)
     while True:
         try:
@@ -79,7 +79,7 @@ prefixes = st.lists(st.sampled_from([*WRITABLE, PAD]), max_size=4).map(tuple)
 
 
 class Task(NamedTuple):
-    """One sentence, and what its target may be."""
+    """One sentence, with the length limit and the prefix of its target."""
 
     sentence: int
     max_length: int
@@ -108,7 +108,7 @@ def group_of(
 
 
 def cut(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[Sequence[Item]]:
-    """Cut into parts of these sizes, and the rest."""
+    """Cut into parts of these sizes, and one part of the remaining items."""
     first = 0
     for size in [*sizes, len(items)]:
         if first < len(items):
@@ -123,7 +123,7 @@ def all_by_beam(
     no_repeat_ngram: int = 0,
     sizes: Sequence[int] = (),
 ) -> list[list[Hypothesis]]:
-    """The best targets of each sentence; the sentences join in groups of these sizes."""
+    """The best targets of each sentence; sentences are admitted in groups of these sizes."""
     groups = (group_of(part, no_repeat_ngram=no_repeat_ngram) for part in cut(tasks, sizes))
     return beam((getattr(model, "decode_step", None) or model.step), groups, wanted)
 
@@ -153,11 +153,11 @@ def uniform(num_rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.rand(num_rows, length, generator=rng, dtype=torch.float64)
 
 
-# The same, in plain Python
+# Reference searches in plain Python
 
 
 def forced(model: TableModel, sentence: int, ids: Sequence[int]) -> list[float]:
-    """The log-probabilities of a target that is read out piece by piece, eos included."""
+    """The log-probabilities of a given target, token by token, eos included."""
     target = [*ids, EOS]
     return [
         model.log_probs(sentence, [BOS, *target[:place]])[piece]
@@ -171,7 +171,7 @@ class Found(NamedTuple):
 
 
 def exhaustive(model: TableModel, sentence: int, max_length: int, alpha: float) -> list[Found]:
-    """Every target there is, best first."""
+    """All possible targets, best first."""
     every = [
         Found(sum(forced(model, sentence, ids)) / ((5 + length + 1) / 6) ** alpha, ids)
         for length in range(max_length + 1)
@@ -181,13 +181,13 @@ def exhaustive(model: TableModel, sentence: int, max_length: int, alpha: float) 
 
 
 def repeats(ids: Sequence[int], n: int) -> bool:
-    """Tell whether the last n pieces stood before."""
+    """Tell whether the last n-gram occurred before."""
     earlier = [tuple(ids[place : place + n]) for place in range(len(ids) - n)]
     return n > 0 and tuple(ids[-n:]) in earlier
 
 
 def pieces_after(task: Task, ids: tuple[int, ...], n: int = 0) -> list[int]:
-    """What may be written next."""
+    """The tokens that may come next."""
     if len(ids) < len(task.prefix):
         return [task.prefix[len(ids)]]
     if len(ids) >= task.max_length:
@@ -196,7 +196,7 @@ def pieces_after(task: Task, ids: tuple[int, ...], n: int = 0) -> list[int]:
 
 
 def plain_greedy(model: TableModel, task: Task, n: int = 0) -> tuple[int, ...]:
-    """The likeliest piece at every step."""
+    """The best allowed token at every step."""
     ids: tuple[int, ...] = ()
     while EOS not in ids:
         log_probs = model.log_probs(task.sentence, [BOS, *ids])
@@ -205,9 +205,9 @@ def plain_greedy(model: TableModel, task: Task, n: int = 0) -> tuple[int, ...]:
 
 
 def plain_beam(model: TableModel, task: Task, wanted: DecodingOptions, n: int = 0) -> list[Found]:
-    """Beam search in lists: finished hypotheses keep their places.
+    """Beam search in lists: finished hypotheses keep their slots of the beam.
 
-    Nothing stops before all places are finished, unless `wanted.early_stop`.
+    It stops only when all slots are finished, unless `wanted.early_stop`.
     """
     still_open: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished: list[Found] = []
@@ -239,7 +239,7 @@ def plain_beam(model: TableModel, task: Task, wanted: DecodingOptions, n: int = 
 def chances(
     model: TableModel, task: Task, ids: tuple[int, ...], wanted: Sampling, n: int = 0
 ) -> dict[int, float]:
-    """How often each piece should follow."""
+    """The probability of each token that may be sampled next."""
     logits = model.logits(task.sentence, [BOS, *ids]).tolist()
     allowed = sorted(pieces_after(task, ids, n), key=lambda piece: -logits[piece])
     allowed = allowed[: wanted.top_k or None]
@@ -255,7 +255,7 @@ def chances(
 def plain_sample(
     model: TableModel, task: Task, wanted: Sampling, uniforms: Sequence[float], n: int = 0
 ) -> tuple[int, ...]:
-    """Draw by laying the chances side by side, in the order of their ids."""
+    """Sample by inverting the cumulative probabilities, in the order of the ids."""
     ids: tuple[int, ...] = ()
     for point in uniforms:
         shares = sorted(chances(model, task, ids, wanted, n).items())
@@ -292,20 +292,20 @@ def assert_found(
 def assert_adds_up(
     model: TableModel, sentence: int, found: Hypothesis, alpha: float, bound: float
 ) -> None:
-    """Hold a hypothesis to the same target read out piece by piece, and to its formulas."""
+    """Compare a hypothesis with the same given target, and its sums with their formulas."""
     assert found.log_probs == pytest.approx(forced(model, sentence, found.ids), abs=bound)
     assert found.log_prob == pytest.approx(math.fsum(found.log_probs), abs=1e-12)
     penalty = length_penalty(len(found.ids) + 1, alpha)
     assert found.score == pytest.approx(found.log_prob / penalty, rel=1e-12)
 
 
-# Beams against other ways to search
+# Beam search against other searches
 
 
 @of_each_type
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_a_beam_of_one_is_greedy_search(alpha, dtype):
-    """Whatever stops it, and however lengths are weighed."""
+def test_a_beam_of_one_equals_greedy_search(alpha, dtype):
+    """With and without early stopping, for any length penalty."""
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([0, 1, 2, 3, 4, 5] * 4)
     greedy = [plain_greedy(model, task) for task in tasks]
     assert len({len(ids) for ids in greedy}) > 3
@@ -317,8 +317,8 @@ def test_a_beam_of_one_is_greedy_search(alpha, dtype):
 @of_each_type
 @pytest.mark.parametrize("n", [0, 2])
 @pytest.mark.parametrize("sizes", [(), (2, 1, 5)], ids=["together", "joining"])
-def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
-    """Whether the end is chosen or forced, and with beginnings that are forced."""
+def test_greedy_search_without_scores_finds_the_same_targets(n, sizes, dtype):
+    """Also for targets that end at the limit, and with forced prefixes."""
     model = TableModel(NUM_PIECES, dtype=dtype)
     tasks = [*tasks_of([0, 1, 2, 3, 4, 5] * 4), Task(7, 4, (0, 2)), Task(8, 2, (5, 0, 0))]
     scored = all_by_beam(model, tasks, beam_options(1, 0.6), n, sizes)
@@ -328,7 +328,7 @@ def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
     assert all(math.isnan(best.score) and math.isnan(best.log_prob) for (best,) in found)
 
 
-def test_a_beam_needs_its_scores_whoever_asks_for_them():
+def test_a_beam_wider_than_one_returns_scores_even_if_with_scores_is_false():
     model, tasks = TableModel(NUM_PIECES), tasks_of([0, 1, 2, 3, 4, 5])
     found = all_by_beam(model, tasks, beam_options(3, 0.6, 2, with_scores=False))
     assert found == all_by_beam(model, tasks, beam_options(3, 0.6, 2))
@@ -337,7 +337,9 @@ def test_a_beam_needs_its_scores_whoever_asks_for_them():
 @of_each_type
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_beam_as_wide_as_the_space_ranks_all_targets(alpha, seed, dtype):
+def test_a_beam_wider_than_the_number_of_targets_ranks_them_like_exhaustive_search(
+    alpha, seed, dtype
+):
     model, tasks = TableModel(NUM_PIECES, seed, dtype=dtype), tasks_of([3, 0, 2, 1, 3, 3])
     every = [exhaustive(model, *task[:2], alpha) for task in tasks]
     assert [len(ranked) for ranked in every] == [40, 1, 13, 4, 40, 40]
@@ -347,7 +349,7 @@ def test_a_beam_as_wide_as_the_space_ranks_all_targets(alpha, seed, dtype):
             assert_found(hypotheses, ranked[:num_best], dtype)
 
 
-def test_the_tests_above_tell_searches_apart():
+def test_the_best_target_of_the_test_model_depends_on_alpha_and_greedy_search_misses_it():
     # the best target changes with alpha, and greedy search does not find it
     model, lengths = TableModel(NUM_PIECES), [3] * 12
     by_alpha = [ids_of(by_beam(model, lengths, WIDE, alpha)) for alpha in ALPHAS]
@@ -366,7 +368,7 @@ def test_the_tests_above_tell_searches_apart():
     dtype=dtypes,
 )
 @settings(max_examples=80)
-def test_a_beam_is_the_beam_written_in_plain_python(
+def test_beam_search_equals_the_plain_python_beam_search(
     seed, width, share, max_lengths, sizes, alpha, stops_early, dtype
 ):
     model, tasks = TableModel(NUM_PIECES, seed, dtype=dtype), tasks_of(max_lengths)
@@ -378,8 +380,10 @@ def test_a_beam_is_the_beam_written_in_plain_python(
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("alpha", [0.6, 2.0])
-def test_many_beams_are_the_beam_in_plain_python(width: int, alpha: float) -> None:
-    """A finished hypothesis that gives its place away shows in one sentence of many."""
+def test_beam_search_of_many_seeds_equals_the_plain_python_beam_search(
+    width: int, alpha: float
+) -> None:
+    """If a finished hypothesis lost its slot, only a few sentences of many would differ."""
     for seed in range(20, 40):
         model, tasks = TableModel(NUM_PIECES, seed), tasks_of([5] * 4)
         for wanted in (beam_options(width, alpha), beam_options(width, alpha, 2)):
@@ -389,8 +393,8 @@ def test_many_beams_are_the_beam_in_plain_python(width: int, alpha: float) -> No
 
 
 @pytest.mark.parametrize("num_best", [1, 2, 3])
-def test_stopping_early_is_its_rule_and_changes_some_results(num_best):
-    """Against plain Python; and against a search that stops only when nothing can win."""
+def test_early_stopping_equals_plain_python_reads_no_more_rows_and_changes_some_results(num_best):
+    """Compare with plain Python, and with a search that stops only when nothing can win."""
     num_changed = 0
     for seed in range(25):
         model, tasks = TableModel(NUM_PIECES, seed, spread=4.0), tasks_of([6] * 4)
@@ -415,15 +419,15 @@ def test_a_beam_may_be_wider_than_the_vocabulary():
 
 
 def test_a_beam_stops_when_no_open_hypothesis_can_still_win():
-    # eos is near certain at once: reading on to the limit would be wasted
+    # eos is nearly certain at once: decoding up to the limit would be wasted
     model = TableModel(NUM_PIECES)
     model.offsets[EOS] = 30.0
     assert by_beam(model, [1000], width=3, alpha=0.6)[0].ids == []
     assert model.num_rows_read < 3 * 20
 
 
-def test_finished_hypotheses_and_sentences_are_read_no_more():
-    # one piece and eos: of each sentence one place finishes at once, and the others are read once
+def test_finished_hypotheses_and_sentences_are_not_decoded_further():
+    # one token and eos: of each sentence, one hypothesis ends at once, and three take one more step
     model = TableModel(NUM_PIECES)
     model.offsets[EOS] = -2.0
     all_by_beam(model, tasks_of([1] * 5), beam_options(4, 0.0, num_best=4))
@@ -433,7 +437,7 @@ def test_finished_hypotheses_and_sentences_are_read_no_more():
 
 
 class Script:
-    """A step function that gives one row of logits at a time, whatever is read."""
+    """A step function that returns one given row of logits per step, for any input."""
 
     def __init__(self, steps: list[list[float]]) -> None:
         self.steps = list(steps)
@@ -444,12 +448,12 @@ class Script:
 
 
 @pytest.mark.parametrize("alpha", [0.6, 1.0])
-def test_a_hypothesis_that_is_better_by_a_hair_is_waited_for(alpha):
-    """What can still be won is not rounded: certain pieces pay off only just at the very end."""
+def test_the_search_waits_for_a_hypothesis_that_wins_by_a_relative_margin_of_1e_9(alpha):
+    """The bound on reachable scores is not rounded: the long target wins only at its last token."""
     hair, blocked = 1e-9, -1e9
     on, last = [0.0, blocked, blocked], [blocked, 0.0, blocked]
     for length in range(10, 25):
-        end = -1.0  # of the target that ends at once
+        end = -1.0  # log-probability of the target that ends at once
         gain = length_penalty(length + 1, alpha) / length_penalty(1, alpha)
         begin = end * gain * (1 - hair)
         first = [begin, end, math.log(1 - math.exp(begin) - math.exp(end))]
@@ -463,7 +467,7 @@ def test_a_hypothesis_that_is_better_by_a_hair_is_waited_for(alpha):
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_no_beam_finds_better_than_one_as_wide_as_the_space(alpha):
+def test_no_narrower_beam_scores_higher_than_an_exhaustive_one(alpha):
     model, lengths = TableModel(NUM_PIECES, seed=3), [3] * 8
     best = [hypothesis.score for hypothesis in by_beam(model, lengths, WIDE, alpha)]
     num_worse = 0
@@ -475,7 +479,7 @@ def test_no_beam_finds_better_than_one_as_wide_as_the_space(alpha):
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_of_targets_of_one_piece_a_wider_beam_finds_no_worse(alpha):
+def test_for_targets_of_at_most_one_token_a_wider_beam_never_scores_lower(alpha):
     model, lengths = TableModel(NUM_PIECES, seed=4), [1] * 12
     scores = [
         [hypothesis.score for hypothesis in by_beam(model, lengths, width, alpha)]
@@ -486,7 +490,7 @@ def test_of_targets_of_one_piece_a_wider_beam_finds_no_worse(alpha):
     assert scores[0] != scores[-1]
 
 
-# Neighbours and order
+# Batch rows and order
 
 MIXED = [Task(7, 4), Task(2, 0), Task(9, 6, (2, 0)), Task(4, 1), Task(5, 3), Task(1, 2, (0,) * 4)]
 
@@ -497,7 +501,9 @@ MIXED = [Task(7, 4), Task(2, 0), Task(9, 6, (2, 0)), Task(4, 1), Task(5, 3), Tas
     [beam_options(1), beam_options(3, 0.6), beam_options(4, 1.0, 4), beam_options(4, 1.0, 2, True)],
 )
 @pytest.mark.parametrize("no_repeat_ngram", [0, 1])
-def test_the_beams_of_a_sentence_do_not_depend_on_its_neighbours(wanted, no_repeat_ngram, dtype):
+def test_beam_search_of_a_sentence_does_not_depend_on_the_other_sentences(
+    wanted, no_repeat_ngram, dtype
+):
     model = TableModel(NUM_PIECES, dtype=dtype)
     alone = [all_by_beam(model, [task], wanted, no_repeat_ngram)[0] for task in MIXED]
     for sizes in ((), (1, 1, 1, 1, 1), (2, 1, 3), (4,)):
@@ -508,7 +514,7 @@ def test_the_beams_of_a_sentence_do_not_depend_on_its_neighbours(wanted, no_repe
 
 @of_each_type
 @pytest.mark.parametrize("no_repeat_ngram", [0, 1])
-def test_the_samples_of_a_sentence_do_not_depend_on_its_neighbours(no_repeat_ngram, dtype):
+def test_samples_of_a_sentence_do_not_depend_on_the_other_sentences(no_repeat_ngram, dtype):
     model, wanted = TableModel(NUM_PIECES, dtype=dtype), Sampling(1.3, top_p=0.9)
     uniform_NT = uniform(2 * len(MIXED), 7)
     together = all_by_sampling(model, MIXED, wanted, uniform_NT, no_repeat_ngram)
@@ -519,9 +525,9 @@ def test_the_samples_of_a_sentence_do_not_depend_on_its_neighbours(no_repeat_ngr
 
 
 @pytest.mark.parametrize("way", ["greedy", "beam", "sample"])
-def test_translations_come_in_the_order_of_their_sentences(way):
+def test_translations_are_returned_in_the_order_of_their_sentences(way):
     model = TableModel(NUM_PIECES)
-    model.offsets[EOS] = -3.0  # long enough to be told apart
+    model.offsets[EOS] = -3.0  # targets long enough to differ
     tasks, uniform_NT = tasks_of([5, 0, 3, 1, 4, 2, 5, 1]), uniform(8, 6)
 
     def translate(order: Sequence[int]) -> list[list[tuple[int, ...]]]:
@@ -540,7 +546,7 @@ def test_translations_come_in_the_order_of_their_sentences(way):
 
 
 @pytest.mark.parametrize("num_groups", [0, 1, 3])
-def test_no_sentence_gives_no_translation(num_groups):
+def test_an_empty_batch_gives_no_translations_and_decodes_no_row(num_groups):
     model, empty = TableModel(NUM_PIECES), [group_of([]) for _ in range(num_groups)]
     assert (
         beam((getattr(model, "decode_step", None) or model.step), iter(empty), beam_options(3))
@@ -550,11 +556,11 @@ def test_no_sentence_gives_no_translation(num_groups):
     assert model.num_rows_read == 0
 
 
-def test_groups_join_while_others_grow_and_never_take_more_than_their_room():
-    """As many sentences at once as fill the room; and no group is made before there is any."""
+def test_groups_are_admitted_when_there_is_room_and_never_exceed_it():
+    """The batch stays nearly full, and no group is made before there is room for it."""
     num_groups, size, width = 12, 2, 3
     model, waits = TableModel(NUM_PIECES), []
-    model.offsets[EOS] = -30.0  # nothing ends before its limit
+    model.offsets[EOS] = -30.0  # no target ends before its limit
     lengths = itertools.cycle([2, 9, 5, 3])
     tasks = [Task(sentence, next(lengths)) for sentence in range(num_groups * size)]
 
@@ -577,8 +583,8 @@ def test_groups_join_while_others_grow_and_never_take_more_than_their_room():
 
 @of_each_type
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_the_output_limit_is_respected_and_eos_is_forced_and_paid_for(width, dtype):
-    # eos is never among the three best, so that every target runs into its limit
+def test_at_the_length_limit_eos_is_forced_and_its_log_prob_is_counted(width, dtype):
+    # eos is never among the three best tokens, so that every target reaches its limit
     model = TableModel(NUM_PIECES, dtype=dtype)
     model.offsets[EOS] = -20.0
     max_lengths = [0, 1, 3, 5]
@@ -596,8 +602,10 @@ def test_the_output_limit_is_respected_and_eos_is_forced_and_paid_for(width, dty
 @of_each_type
 @pytest.mark.parametrize("no_repeat_ngram", [0, 2])
 @pytest.mark.parametrize("width", [1, 4])
-def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtype):
-    # they are the likeliest of all, and still count in the normalisation
+def test_forbidden_ids_are_never_generated_but_count_in_the_normalization(
+    width, no_repeat_ngram, dtype
+):
+    # they have the highest logits, and still count in the normalization
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([4] * 6)
     model.offsets[NEVER] = 10.0
     searched = all_by_beam(model, tasks, beam_options(width, 0.0, width), no_repeat_ngram)
@@ -610,7 +618,7 @@ def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtyp
                 assert hypothesis.log_prob < -5
 
 
-def test_with_nothing_forbidden_any_piece_may_be_written():
+def test_without_forbidden_ids_the_padding_id_can_be_generated():
     model = TableModel(NUM_PIECES)
     model.offsets[PAD] = 10.0
     (searched,) = beam(
@@ -639,10 +647,10 @@ def test_with_nothing_forbidden_any_piece_may_be_written():
     dtype=dtypes,
 )
 @settings(max_examples=80)
-def test_with_prefixes_and_without_repeats_a_beam_is_the_beam_in_plain_python(
+def test_beam_search_with_prefixes_and_no_repeat_ngram_equals_plain_python(
     seed, width, asked, sizes, alpha, n, stops_early, dtype
 ):
-    """A prefix longer than its limit is written whole, and may hold what is never written."""
+    """A prefix longer than the limit is generated in full, and may have forbidden ids."""
     model = TableModel(NUM_PIECES, seed, dtype=dtype)
     model.offsets[NEVER] = 3.0
     tasks = [Task(sentence, *one) for sentence, one in enumerate(asked)]
@@ -656,8 +664,8 @@ def test_with_prefixes_and_without_repeats_a_beam_is_the_beam_in_plain_python(
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(width):
-    # its pieces are unlikely, and one of them is never written otherwise
+def test_prefix_log_probs_count_and_a_prefix_beyond_the_limit_is_generated_in_full(width):
+    # its tokens are unlikely, and one of them is forbidden elsewhere
     model = TableModel(NUM_PIECES)
     model.offsets[2] = model.offsets[PAD] = -12.0
     tasks = [Task(0, 1, (2, PAD, 2)), Task(1, 3, (2, PAD, 2)), Task(2, 4, (2,)), Task(3, 4)]
@@ -673,7 +681,7 @@ def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(widt
         assert 2 not in found[3][0].ids
 
 
-def test_a_prefix_of_what_is_found_anyway_changes_nothing():
+def test_a_prefix_of_the_greedy_target_does_not_change_the_target():
     model, wanted = TableModel(NUM_PIECES, 5), beam_options(1)
     model.offsets[EOS] = -1.0
     tasks = tasks_of([5] * 8)
@@ -687,11 +695,11 @@ def test_a_prefix_of_what_is_found_anyway_changes_nothing():
             assert_same([hypothesis], [best])
 
 
-# Repeats
+# Repeated n-grams
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_no_ngram_is_written_twice(n):
+def test_no_repeat_ngram_prevents_every_repeated_ngram(n):
     model, tasks = TableModel(NUM_PIECES, spread=0.5), tasks_of([12] * 6)
     model.offsets[EOS] = -4.0
     for no_repeat in (0, n):
@@ -709,7 +717,7 @@ def test_no_ngram_is_written_twice(n):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_greedy_search_without_repeats_takes_the_best_of_the_rest(n):
+def test_greedy_search_with_no_repeat_ngram_takes_the_best_remaining_token(n):
     model, tasks = TableModel(NUM_PIECES, spread=1.0), tasks_of([8] * 10)
     model.offsets[EOS] = -2.0
     found = [hypothesis for (hypothesis,) in all_by_beam(model, tasks, beam_options(1), n)]
@@ -731,10 +739,10 @@ def test_greedy_search_without_repeats_takes_the_best_of_the_rest(n):
     dtype=dtypes,
 )
 @settings(max_examples=80)
-def test_sampling_is_the_sampling_written_in_plain_python(
+def test_sampling_equals_the_plain_python_sampling(
     seed, asked, num_samples, temperature, top_k, top_p, n, dtype
 ):
-    """The log-probabilities are the model's own, whatever is drawn from."""
+    """The log-probabilities are the model's own, not those of the distribution sampled from."""
     model = TableModel(NUM_PIECES, seed, dtype=dtype)
     tasks = [Task(sentence, *one) for sentence, one in enumerate(asked)]
     uniform_NT = uniform(num_samples * len(tasks), 6, seed)
@@ -749,8 +757,8 @@ def test_sampling_is_the_sampling_written_in_plain_python(
             assert_adds_up(model, task.sentence, hypothesis, 0.0, SUM_OF[dtype])
 
 
-def test_samples_come_in_the_order_of_their_numbers():
-    """Neither by their length nor by their score."""
+def test_samples_are_returned_in_the_order_of_their_random_numbers():
+    """Sorted neither by length nor by score."""
     model, tasks = TableModel(NUM_PIECES), tasks_of([5] * 3)
     uniform_NT = uniform(12, 6)
     found = all_by_sampling(model, tasks, Sampling(), uniform_NT)
@@ -765,7 +773,7 @@ def test_samples_come_in_the_order_of_their_numbers():
 @of_each_type
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("n", [0, 2])
-def test_sampling_from_the_likeliest_piece_is_greedy_search(temperature, n, dtype):
+def test_sampling_from_the_best_token_alone_equals_greedy_search(temperature, n, dtype):
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([0, 1, 2, 3, 4, 5] * 2)
     greedy = [best for (best,) in all_by_beam(model, tasks, beam_options(1), n)]
     for wanted in (Sampling(temperature, top_k=1), Sampling(temperature, top_p=0.01)):
@@ -784,7 +792,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("wanted", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_targets_are_drawn_as_often_as_their_chances_say(wanted):
+def test_sampled_targets_have_the_expected_frequencies(wanted):
     """Each count is within five standard deviations of what is expected."""
     num_draws, max_length = 4000, 2
     model, tasks = TableModel(NUM_PIECES, seed=2, spread=1.0), tasks_of([max_length] * 2)
@@ -806,7 +814,7 @@ def test_targets_are_drawn_as_often_as_their_chances_say(wanted):
 
 
 @pytest.mark.parametrize("wanted", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_numbers_that_are_evenly_spread_give_every_piece_its_exact_share(wanted):
+def test_evenly_spaced_random_numbers_give_every_token_its_exact_share(wanted):
     num_draws, task = 2000, Task(0, 1)
     model = TableModel(NUM_PIECES, seed=2, spread=1.0)
     even_N = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
@@ -819,8 +827,8 @@ def test_numbers_that_are_evenly_spread_give_every_piece_its_exact_share(wanted)
         assert abs(count - num_draws * expected.get(piece, 0.0)) <= 1
 
 
-def test_the_least_and_the_greatest_number_draw_what_may_be_drawn():
-    """The first ids and the last are not to be had."""
+def test_the_smallest_and_the_largest_random_number_draw_allowed_tokens():
+    """The lowest or the highest ids are forbidden."""
     model, tasks = TableModel(NUM_PIECES), tasks_of([5] * 20)
     for number, never, expected in ((0.0, [0, EOS], 2), (1 - 2**-53, [5, EOS], BOS)):
         uniform_NT = torch.full((20, 6), number, dtype=torch.float64)
@@ -833,11 +841,11 @@ def test_the_least_and_the_greatest_number_draw_what_may_be_drawn():
         assert [ids_of(drawn) for drawn in found] == [[(expected,) * 5]] * 20
 
 
-# What is not a number
+# NaN and infinite logits
 
 
 def broken(model: TableModel, value: float, after: int) -> TableModel:
-    """Give `value` for every piece of sentence 1 from the given length on."""
+    """Set all logits of sentence 1 to `value` from the given length on."""
     whole = model.logits
 
     def logits(sentence: int, prefix: Iterable[int]) -> Tensor:
@@ -857,7 +865,7 @@ def broken(model: TableModel, value: float, after: int) -> TableModel:
     "wanted", [beam_options(1), beam_options(3), beam_options(1, with_scores=False)], ids=str
 )
 @pytest.mark.parametrize("sizes", [(), (1, 1)], ids=["together", "joining"])
-def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, wanted, sizes, dtype):
+def test_nan_or_infinite_logits_in_beam_search_are_an_error(value, after, n, wanted, sizes, dtype):
     model = broken(TableModel(NUM_PIECES, dtype=dtype), value, after)
     model.offsets[EOS] = -20.0
     with pytest.raises(NotFiniteError):
@@ -868,7 +876,7 @@ def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, wanted, sizes,
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("wanted", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_a_sample_of_what_is_no_number_is_an_error(value, after, wanted, dtype):
+def test_nan_or_infinite_logits_in_sampling_are_an_error(value, after, wanted, dtype):
     model = broken(TableModel(NUM_PIECES, dtype=dtype), value, after)
     model.offsets[EOS] = -20.0
     with pytest.raises(NotFiniteError):
@@ -878,7 +886,7 @@ def test_a_sample_of_what_is_no_number_is_an_error(value, after, wanted, dtype):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("task", [Task(1, 0), Task(1, 2, (0, 2))], ids=["full", "prefix"])
 @pytest.mark.parametrize("way", ["beam", "sample"])
-def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(value, task, way):
+def test_nan_or_infinite_logits_are_an_error_even_where_the_next_token_is_forced(value, task, way):
     model = broken(TableModel(NUM_PIECES), value, 0)
     group = group_of([task])
     with pytest.raises(NotFiniteError):
@@ -902,7 +910,7 @@ def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(v
 @of_each_type
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_score_is_the_log_prob_over_the_length_penalty(alpha, width, dtype):
+def test_a_score_is_the_log_prob_divided_by_the_length_penalty(alpha, width, dtype):
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([5] * 8)
     for sentence, found in enumerate(all_by_beam(model, tasks, beam_options(width, alpha, width))):
         assert len(found) == width
@@ -912,7 +920,7 @@ def test_a_score_is_the_log_prob_over_the_length_penalty(alpha, width, dtype):
             assert_adds_up(model, sentence, hypothesis, alpha, SUM_OF[dtype])
 
 
-def test_the_length_penalty_is_its_formula():
+def test_length_penalty_equals_the_written_out_formula():
     assert length_penalty(1, 0.6) == 1.0
     assert length_penalty(7, 1.0) == 2.0
     assert length_penalty(100, 0.0) == 1.0
@@ -920,7 +928,7 @@ def test_the_length_penalty_is_its_formula():
     assert length_penalty(30, 0.6) == pytest.approx(math.exp(0.6 * math.log(35 / 6)))
 
 
-# With a real model
+# With a transformer
 
 LENGTHS = [5, 2, 7, 3]
 MODEL_BOS, MODEL_EOS, MODEL_NEVER = 2, 3, [0, 2]
@@ -939,7 +947,7 @@ VARIANTS = [
 def peaked_transformer(
     seed: int, dtype: torch.dtype = torch.float64, config: ModelConfig = VARIANTS[0]
 ) -> Transformer:
-    """A tiny model that is sure of itself, so that hypotheses differ."""
+    """A tiny model with peaked output distributions, so that hypotheses differ."""
     model = transformer(config, 12, 12, seed=seed)
     with torch.no_grad():
         model.output.weight *= 4
@@ -967,7 +975,7 @@ def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> Requ
 def translate(
     model: Transformer, src: list[list[int]], wanted: DecodingOptions, sizes: Sequence[int] = ()
 ) -> list[list[Hypothesis]]:
-    """Search in groups of these sizes, each padded as it must, and every other one more."""
+    """Search in groups of these sizes; every other group has an extra column of padding."""
     parts = enumerate(cut(src, sizes))
     return beam(
         (getattr(model, "decode_step", None) or model.step),
@@ -994,7 +1002,7 @@ def draw(
 
 @torch.no_grad()
 def forced_by(model: Transformer, src: list[int], ids: list[int]) -> list[float]:
-    """The log-probabilities of a target that is decoded at once, eos included."""
+    """The log-probabilities of a target decoded in one forward pass, eos included."""
     src_1S, target = torch.tensor([src]), torch.tensor([*ids, MODEL_EOS])
     states_1TD = model(src_1S, torch.ones_like(src_1S).bool(), torch.tensor([[MODEL_BOS, *ids]]))
     log_probs_TV = model.output(states_1TD)[0].log_softmax(-1)
@@ -1040,10 +1048,10 @@ a_beam = st.builds(
     sizes=group_sizes,
 )
 @settings(max_examples=4)
-def test_the_beams_of_a_sentence_depend_on_nothing_but_itself(
+def test_beam_search_with_a_transformer_depends_only_on_the_sentence_itself(
     config, dtype, seed, lengths, wanted, order, sizes
 ):
-    """Neither on its neighbours, their number, order and padding, nor on when they join."""
+    """Not on the other sentences, their number, order and padding, or when they are admitted."""
     model, src = peaked_transformer(seed, dtype, config), source(lengths, seed)
     places = list(range(len(src)))
     order.shuffle(places)
@@ -1069,7 +1077,7 @@ def test_the_beams_of_a_sentence_depend_on_nothing_but_itself(
     padding=st.integers(0, 3),
 )
 @settings(max_examples=15)
-def test_the_samples_of_a_sentence_depend_on_nothing_but_itself_and_its_numbers(
+def test_sampling_with_a_transformer_depends_only_on_the_sentence_and_its_random_numbers(
     dtype, seed, config, lengths, num_samples, wanted, order, padding
 ):
     model, src = peaked_transformer(seed, dtype, config), source(lengths, seed)
@@ -1084,7 +1092,7 @@ def test_the_samples_of_a_sentence_depend_on_nothing_but_itself_and_its_numbers(
         assert_is_itself(hypotheses, alone, dtype)
 
 
-def test_the_models_above_translate_in_many_ways():
+def test_the_test_transformers_give_diverse_translations_of_several_lengths():
     found = [
         hypothesis
         for seed in SEEDS
@@ -1099,7 +1107,7 @@ def test_the_models_above_translate_in_many_ways():
 @of_each_type
 @pytest.mark.parametrize("seed", SEEDS)
 @torch.no_grad()
-def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
+def test_a_beam_of_one_equals_greedy_search_with_a_transformer(seed, dtype):
     model, src = peaked_transformer(seed, dtype), source(LENGTHS)
     for ids, (hypothesis,) in zip(src, translate(model, src, beam_options(1, 0.6)), strict=True):
         src_1S, written = torch.tensor([ids]), [MODEL_BOS]
@@ -1115,8 +1123,10 @@ def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
 @of_each_type
 @pytest.mark.parametrize("seed", range(12))
 @torch.no_grad()
-def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dtype, monkeypatch):
-    """Though its products are rounded first, where that is faster."""
+def test_greedy_search_without_scores_finds_the_same_targets_with_a_transformer(
+    seed, dtype, monkeypatch
+):
+    """Also with the bfloat16 scan of the vocabulary, where that is faster."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: True)
     model, src = peaked_transformer(seed, dtype), source(LENGTHS * 3, seed)
@@ -1131,7 +1141,7 @@ def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dty
 @pytest.mark.parametrize(
     "wanted", [beam_options(1), beam_options(4, 0.6, 4), beam_options(6, 1.0, 2, True), Sampling()]
 )
-def test_log_probs_are_those_of_the_whole_target_decoded_at_once(seed, wanted, dtype):
+def test_log_probs_equal_those_of_the_whole_target_decoded_in_one_forward_pass(seed, wanted, dtype):
     model, src = peaked_transformer(seed, dtype), source(LENGTHS)
     if isinstance(wanted, DecodingOptions):
         found_by_all = translate(model, src, wanted, (1, 2))

@@ -1,4 +1,4 @@
-"""Hold several models that decode as one to the mean of their probabilities, written out."""
+"""Compare an ensemble with the mean of its models' probabilities, written out."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from mtrain.model.transformer import Transformer
 SAME = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [5, 2, 4]
 FIRST = transformer(model_config(), 12, 12, seed=1)
-SECOND = transformer(  # of another size and kind; only the target subwords are the same
+SECOND = transformer(  # of another architecture; only the target vocabulary is the same
     model_config(d_model=18, num_heads=3, num_decoder_layers=1, norm="pre"), 12, 12, seed=2
 )
 SRC_KEEP_BS = left_keep(LENGTHS)
@@ -30,7 +30,7 @@ SOURCES = Padded(SRC_BS, SRC_KEEP_BS)
 
 @torch.no_grad()
 def log_probs_of(model: Transformer, rows_N: Tensor, tgt_in_NT: Tensor) -> Tensor:
-    """The model's own, [N, T, V], of targets decoded at once."""
+    """The log-probabilities [N, T, V] of one model, for targets decoded in one forward pass."""
     states_NTD = model(SRC_BS[rows_N], SRC_KEEP_BS[rows_N], tgt_in_NT)
     return model.output(states_NTD).log_softmax(-1)
 
@@ -43,7 +43,7 @@ def mean_of(models: list[Transformer], rows_N: Tensor, tgt_in_NT: Tensor) -> Ten
 
 @torch.no_grad()
 def decode(models: list[Transformer], width: int = 3) -> list[list[Hypothesis]]:
-    """Search in two groups, of which the second joins."""
+    """Search in two groups; the second is admitted to the running batch."""
     together = Ensemble(models)
     groups = (
         RequestGroup(
@@ -65,7 +65,7 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
 
 
 @torch.no_grad()
-def test_one_model_is_itself():
+def test_an_ensemble_of_one_model_equals_the_model():
     together, ids_N = Ensemble([FIRST]), ids(3, seed=4)
     state = FIRST.start(SRC_BS, SRC_KEEP_BS)
     logits_NV = together.step(ids_N, together.start([SOURCES] * len(together.models)))
@@ -79,13 +79,13 @@ def test_one_model_is_itself():
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_copies_of_one_model_are_the_model(count):
+def test_an_ensemble_of_copies_of_a_model_decodes_like_the_model(count):
     assert_alike(decode([FIRST] * count), decode([FIRST]))
 
 
 @pytest.mark.parametrize("models", [[FIRST, SECOND], [SECOND, FIRST, FIRST]])
 @torch.no_grad()
-def test_different_models_give_the_mean_of_their_probabilities(models):
+def test_an_ensemble_of_different_models_gives_the_mean_of_their_probabilities(models):
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)
     expected = mean_of(models, everyone, tgt_in_BT)
     found = Ensemble(models).all_log_probs([SOURCES] * len(models), tgt_in_BT)
@@ -102,7 +102,7 @@ def test_different_models_give_the_mean_of_their_probabilities(models):
 
 
 @torch.no_grad()
-def test_step_by_step_after_any_reorders_and_when_others_join_they_give_the_same():
+def test_steps_after_reorder_and_admit_equal_the_mean_of_full_forward_passes():
     models = [FIRST, SECOND]
     together = Ensemble(models)
     state = together.start([SOURCES] * len(together.models))
@@ -120,14 +120,14 @@ def test_step_by_step_after_any_reorders_and_when_others_join_they_give_the_same
     torch.testing.assert_close(together.step(new_N, state), torch.cat([own, joined]), **SAME)
 
 
-def test_a_reorder_reaches_every_state():
+def test_reorder_is_applied_to_the_state_of_every_model():
     states = [Prefixes([7, 8, 9]), Prefixes([1, 2, 3])]
     EnsembleState(states).reorder(torch.tensor([2, 0, 0]))  # type: ignore[arg-type]
     assert [state.sentences for state in states] == [[9, 7, 7], [3, 1, 1]]
 
 
-def test_what_several_models_find_is_what_they_all_think_of_it():
-    """A searched target has the log-probabilities of the same target read out."""
+def test_log_probs_of_a_searched_target_equal_those_of_the_mean_probabilities():
+    """Compare with the same target decoded in one forward pass."""
     models, num_different = [FIRST, SECOND], 0
     alone = decode([FIRST])
     for row, (found, by_one) in enumerate(zip(decode(models), alone, strict=True)):
@@ -142,7 +142,7 @@ def test_what_several_models_find_is_what_they_all_think_of_it():
 
 
 @torch.no_grad()
-def test_their_attention_is_the_mean_of_all_heads_layers_and_models():
+def test_the_cross_attention_of_an_ensemble_is_the_mean_over_heads_layers_and_models():
     tgt_in_BT = ids(3, 6, seed=5)
     maps = [
         weights_BTS

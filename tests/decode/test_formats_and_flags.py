@@ -1,4 +1,4 @@
-"""What a translated line looks like on paper, and what is found wrong about it."""
+"""Output formats of a translated line, and the flags of suspicious translations."""
 
 import json
 from collections.abc import Sequence
@@ -44,13 +44,13 @@ def flags_of(
         ("", False),
     ],
 )
-def test_a_phrase_that_is_written_more_than_three_times_in_a_row_is_a_loop(
+def test_a_phrase_repeated_more_than_three_times_in_a_row_is_flagged_as_a_loop(
     tgt: str, is_loop: bool
 ) -> None:
     assert ("loop" in flags_of([7, 8, 9], tgt.split(), None)) == is_loop
 
 
-def test_a_source_that_repeats_itself_may_be_translated_so() -> None:
+def test_a_translation_as_repetitive_as_its_source_is_not_flagged_as_a_loop() -> None:
     tgt = ["ha"] * 6
     assert flags_of([5] * 6, tgt, None) == []
     assert flags_of([5] * 5, tgt, None) == ["loop"]
@@ -60,7 +60,7 @@ def test_a_source_that_repeats_itself_may_be_translated_so() -> None:
     ("num_src", "num_tgt", "is_usual"),
     [(9, 9, True), (9, 24, True), (9, 25, False), (39, 14, True), (39, 13, False), (1, 8, True)],
 )
-def test_a_length_is_unusual_beyond_the_ratios_of_the_corpus_and_a_few_tokens(
+def test_a_length_is_flagged_if_it_is_a_few_tokens_outside_the_ratios_of_the_corpus(
     num_src: int, num_tgt: int, is_usual: bool
 ) -> None:
     src, tgt = list(range(num_src)), [str(number) for number in range(num_tgt)]
@@ -68,7 +68,7 @@ def test_a_length_is_unusual_beyond_the_ratios_of_the_corpus_and_a_few_tokens(
     assert flags_of(src, tgt, None) == []
 
 
-def test_an_empty_translation_and_a_copy_are_flaws_where_they_are_not_usual() -> None:
+def test_empty_and_copied_translations_are_flagged_unless_copies_are_common_in_the_corpus() -> None:
     assert flags_of([1], [], None) == ["empty"]
     assert flags_of([1], ["in"], USUAL) == ["copy"]
     assert flags_of([1], ["in"], None) == ["copy"]
@@ -78,20 +78,20 @@ def test_an_empty_translation_and_a_copy_are_flaws_where_they_are_not_usual() ->
 
 
 def numbers(pieces: list[str]) -> list[int]:
-    """The number of the one word of each piece."""
+    """The word number of each piece; every piece has exactly one word."""
     words = number_words(pieces)
     assert all(len(own) == 1 for own in words)
     return [own.start for own in words]
 
 
-def test_pieces_are_numbered_by_their_words() -> None:
+def test_pieces_are_numbered_by_the_words_they_belong_to() -> None:
     assert numbers(["▁a", "▁b", "c", "d", "▁e"]) == [0, 1, 1, 1, 2]
     assert numbers(["b", "c", "▁e"]) == [0, 0, 1]
     assert numbers(["▁", "x", "▁y"]) == [0, 0, 1]
     assert number_words([]) == []
 
 
-def test_spaces_that_no_letter_follows_are_no_words() -> None:
+def test_space_pieces_do_not_count_as_words_of_their_own() -> None:
     assert numbers(["▁a", "▁", "▁", "▁b", "▁"]) == [0, 1, 1, 1, 1]
     assert numbers(["▁", "▁a", "▁", "b"]) == [0, 0, 1, 1]
     assert number_words(["▁", "▁"]) == [range(0), range(0)]
@@ -100,7 +100,7 @@ def test_spaces_that_no_letter_follows_are_no_words() -> None:
     assert align_words(weights_TS, one, ["▁", "▁"]) == []
 
 
-def test_letters_of_scripts_without_spaces_are_words_with_their_marks() -> None:
+def test_characters_of_scripts_without_spaces_are_words_with_their_combining_marks() -> None:
     text = "你好，世界 ab กี่คน Python3が好き"
     bounds = [place for place, is_start in enumerate(word_starts(text)) if is_start]
     words = [text[i:j].strip() for i, j in pairwise([*bounds, len(text)])]
@@ -111,7 +111,7 @@ def test_letters_of_scripts_without_spaces_are_words_with_their_marks() -> None:
     assert number_words(pieces) == [range(*own) for own in bounds]
 
 
-def test_all_words_of_a_piece_are_linked() -> None:
+def test_all_words_of_a_piece_get_alignment_links() -> None:
     src, tgt = ["▁hello", ",", "▁wor", "ld"], ["▁你好", "，", "世", "界"]
     weights_TS = torch.tensor(
         [
@@ -130,7 +130,7 @@ def test_all_words_of_a_piece_are_linked() -> None:
     assert links == [Link(0, 0), Link(1, 0), Link(4, 1)]
 
 
-def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_most() -> None:
+def test_a_target_word_is_aligned_to_the_source_word_with_the_most_attention() -> None:
     src, tgt = ["▁the", "▁do", "g"], ["▁der", "▁Hu", "nd"]
     weights_TS = torch.tensor(
         [
@@ -156,7 +156,7 @@ def translation(text: str, log_probs: list[float], **others: object) -> Translat
     return Translation(text, tuple(pieces), log_probs_of, log_prob, log_prob / 2, **others)  # type: ignore[arg-type]
 
 
-def test_parts_join_into_one_translation_whose_target_words_count_on() -> None:
+def test_joined_parts_form_one_translation_with_consecutively_numbered_target_words() -> None:
     first = translation("x y", [-1.0, -2.0, -3.0], alignment=(Link(0, 1), Link(1, 0)))
     second = translation("z", [-4.0, -5.0], alignment=(Link(4, 0),), flags=("limit",))
     whole = join([first, second])
@@ -170,13 +170,13 @@ def test_parts_join_into_one_translation_whose_target_words_count_on() -> None:
     assert join([first]) is first
 
 
-def test_only_spaces_divide_the_target_words_that_links_count() -> None:
+def test_a_no_break_space_does_not_divide_target_words_in_alignment_links() -> None:
     first = translation("x\u00a0!", [-1.0], alignment=(Link(0, 0),))
     second = translation("z", [-1.0], alignment=(Link(1, 0),))
     assert join([first, second]).alignment == (Link(0, 0), Link(1, 1))
 
 
-def test_target_words_without_spaces_count_on_by_letters() -> None:
+def test_joined_alignments_count_chinese_target_words_by_character() -> None:
     first = translation("你好", [-1.0], alignment=(Link(0, 0), Link(0, 1)))
     second = translation("z", [-1.0], alignment=(Link(1, 0),))
     assert join([first, second]).alignment == (Link(0, 0), Link(0, 1), Link(1, 2))
@@ -193,7 +193,7 @@ def test_target_words_without_spaces_count_on_by_letters() -> None:
         (["OK.", "你好"], "OK. 你好", [0, 1]),
     ],
 )
-def test_parts_in_chinese_or_japanese_join_without_a_space(
+def test_parts_in_chinese_or_japanese_are_joined_without_a_space(
     parts: list[str], text: str, links: list[int | None]
 ) -> None:
     found = [
@@ -216,20 +216,20 @@ FOUND = TranslatedLine(
 )
 
 
-def test_text_is_as_many_lines_as_translations_are_wanted() -> None:
+def test_text_output_has_num_best_lines_padded_with_empty_lines() -> None:
     assert list(write(FOUND, "text", 1)) == ["out\tthere"]
     assert list(write(FOUND, "text", 3)) == ["out\tthere", "about", ""]
     assert list(write(TranslatedLine(1, "", [NOTHING]), "text", 2)) == ["", ""]
 
 
-def test_tsv_has_six_columns_whatever_the_text_holds() -> None:
+def test_tsv_output_has_six_columns_even_if_the_text_has_tabs() -> None:
     assert list(write(FOUND, "tsv", 2)) == [
         "7\t1\t-0.375000\t-0.750000\tcopy,loop\tout there",
         "7\t2\t-1.000000\t-2.000000\t\tabout",
     ]
 
 
-def test_jsonl_is_one_object_a_line() -> None:
+def test_jsonl_output_is_one_object_per_input_line() -> None:
     (text,) = write(FOUND, "jsonl", 1)
     assert json.loads(text) == {
         "line": 7,
@@ -248,6 +248,6 @@ def test_jsonl_is_one_object_a_line() -> None:
     assert tree["translation"] == "out\tthere"
 
 
-def test_an_alignment_is_written_as_pharaoh_did() -> None:
+def test_an_alignment_is_written_in_pharaoh_format() -> None:
     assert as_pharaoh([Link(0, 1), Link(12, 3)]) == "0-1 12-3"
     assert as_pharaoh([]) == as_pharaoh(None) == ""

@@ -26,14 +26,14 @@ BLEU_OF_SACREBLEU = BLEU(tokenize="none", smooth_method="add-k", smooth_value=1)
 
 
 @given(st.text("ab c\u00e4\u2003", max_size=12), st.text("ab c\u00e4\u2003", max_size=12))
-def test_chrf_is_that_of_sacrebleu(hypothesis: str, reference: str) -> None:
+def test_chrf_equals_that_of_sacrebleu(hypothesis: str, reference: str) -> None:
     expected = CHRF_OF_SACREBLEU.sentence_score(hypothesis, [reference]).score
     sides = (ngrams_of(Translation(text), "chrf") for text in (hypothesis, reference))
     assert chrf(*sides) == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=9), st.lists(st.sampled_from("abc"), max_size=9))
-def test_bleu_is_that_of_sacrebleu(hypothesis: list[str], reference: list[str]) -> None:
+def test_bleu_equals_that_of_sacrebleu(hypothesis: list[str], reference: list[str]) -> None:
     expected = BLEU_OF_SACREBLEU.sentence_score(" ".join(hypothesis), [" ".join(reference)]).score
     both = (Translation("", (*tokens, "</s>")) for tokens in (hypothesis, reference))
     assert bleu(*(ngrams_of(side, "bleu") for side in both)) == pytest.approx(expected, abs=1e-9)
@@ -52,7 +52,7 @@ def translations(texts: list[str], scores: list[float]) -> list[Translation]:
     ("measure", "temperature", "score"),
     [("chrf", 0.1, CHRF_OF_SACREBLEU), ("bleu", 0.2, BLEU_OF_SACREBLEU)],
 )
-def test_candidates_are_ordered_by_their_expected_agreement(
+def test_candidates_are_ordered_by_their_expected_chrf_or_bleu_against_all_candidates(
     measure: Measure, temperature: float, score: CHRF | BLEU, are_samples: bool
 ) -> None:
     rng = random.Random(1)
@@ -82,7 +82,7 @@ def test_candidates_are_ordered_by_their_expected_agreement(
             assert expected[better.text] >= expected[worse.text] - 1e-9
 
 
-def test_candidates_that_agree_equally_keep_their_order() -> None:
+def test_candidates_with_equal_expected_chrf_keep_their_order() -> None:
     for texts, expected in (
         (["a", "a", "a"], [0, 1, 2]),
         (["ab", "cd", "ef"], [0, 1, 2]),
@@ -113,7 +113,7 @@ def lines_of(translator: Translator, **changes: object) -> list[TranslatedLine]:
 
 @pytest.mark.parametrize("measure", ["chrf", "bleu"])
 @pytest.mark.parametrize("sampling", [None, Sampling()], ids=["searched", "sampled"])
-def test_the_candidate_that_agrees_most_comes_first_whatever_lines_stand_beside(
+def test_the_best_mbr_candidate_comes_first_and_does_not_depend_on_the_other_lines(
     translator: Translator, sampling: Sampling | None, measure: Measure
 ) -> None:
     settings = {"sampling": sampling, "retry_flagged": False}
@@ -132,7 +132,7 @@ def test_the_candidate_that_agrees_most_comes_first_whatever_lines_stand_beside(
     assert sampling is not None or alone.best[0].text == first[0].best[0].text
 
 
-def test_a_single_candidate_and_another_measure_are_refused() -> None:
+def test_mbr_refuses_a_beam_of_one_and_an_unknown_measure() -> None:
     with pytest.raises(ConfigError) as error:
         DecodingOptions(beam=1, mbr="chrf")
     assert str(error.value) == "`beam` must be at least 2 for `mbr`, but is 1 instead."

@@ -1,4 +1,4 @@
-"""One line out for every line in, in order: long, forced and blank ones, and without end."""
+"""One output line per input line, in order: long, prefixed and blank lines, endless input."""
 
 import functools
 import math
@@ -62,7 +62,7 @@ def texts(lines: Sequence[TranslatedLine]) -> list[str]:
 
 
 def assert_same(some: Sequence[TranslatedLine], others: Sequence[TranslatedLine]) -> None:
-    """Equal but for the rounding of the numbers, which depends on the batch."""
+    """Equal except for the rounding of the log-probabilities, which depends on the batch."""
     for one, other in zip(some, others, strict=True):
         assert (one.number, one.src) == (other.number, other.src)
         for best, same in zip(one.best, other.best, strict=True):
@@ -75,7 +75,9 @@ def num_tokens(line: str, translator: Translator) -> int:
     return len(translator.tokenizer.encode_src([line])[0])
 
 
-def test_blocks_change_nothing_but_when_a_line_comes(translator: Translator) -> None:
+def test_splitting_the_input_into_blocks_does_not_change_the_translations(
+    translator: Translator,
+) -> None:
     lines = ["", *LINES[:5], "  ", *LINES[5:], "\t"]
     whole = stream(translator, [lines])
     assert texts(whole) == translate_lines(translator, lines)
@@ -84,7 +86,7 @@ def test_blocks_change_nothing_but_when_a_line_comes(translator: Translator) -> 
     assert_same(parts, whole)
 
 
-def test_of_an_endless_input_one_block_is_read_ahead(translator: Translator) -> None:
+def test_exactly_one_block_of_an_endless_input_is_read_ahead(translator: Translator) -> None:
     num_read = 0
 
     def endless() -> Iterator[list[str]]:
@@ -130,8 +132,10 @@ def test_the_next_block_is_decoded_while_lines_are_yielded(translator: Translato
     assert searches == ["done", "done, cancelled", "running, cancelled"]
 
 
-def test_no_block_is_read_ahead_of_an_empty_one(translator: Translator) -> None:
-    """A program that waits for its answers before it writes more gets them."""
+def test_an_empty_block_stops_reading_ahead_until_the_earlier_lines_are_yielded(
+    translator: Translator,
+) -> None:
+    """A program that waits for its translations before it writes more lines gets them."""
     is_answered = False
 
     def asking() -> Iterator[list[str]]:
@@ -162,7 +166,7 @@ def test_the_lines_before_an_error_are_yielded_first(translator: Translator) -> 
         next(lines)
 
 
-def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) -> None:
+def test_tokens_log_probs_and_alignment_match_the_translated_text(translator: Translator) -> None:
     found = stream(with_options(translator, with_alignment=True), [LINES])
     copies = [line for line in found if line.best[0].text == line.src]
     assert len(copies) >= 8
@@ -178,7 +182,9 @@ def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) 
     assert sum(link.src == link.tgt for link in links) > 0.8 * len(links)
 
 
-def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translator) -> None:
+def test_greedy_search_without_scores_gives_the_same_text_tokens_alignment_and_flags(
+    translator: Translator,
+) -> None:
     long, limit = " ".join(LINES[:4]), num_tokens(LINES[0], translator) + 1
     greedy = with_options(translator, beam=1, max_input_tokens=limit, with_alignment=True)
     warned: list[str] = []
@@ -193,7 +199,9 @@ def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translat
         assert math.isnan(best.score) == (one.src != "")
 
 
-def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Translator) -> None:
+def test_an_n_best_list_is_sorted_and_begins_with_the_single_best_translation(
+    translator: Translator,
+) -> None:
     single = with_options(translator, beam=4)
     ranking = with_options(single, num_best=3)
     ranked = stream(ranking, [["", *LINES]])
@@ -206,7 +214,7 @@ def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Trans
         assert len({best.tokens for best in line.best}) == 3
 
 
-def test_samples_depend_on_the_seed_and_the_line_and_on_nothing_else(
+def test_samples_depend_on_the_seed_and_the_line_number_but_not_on_the_blocks(
     translator: Translator,
 ) -> None:
     drawing = with_options(translator, num_best=2, sampling=Sampling(temperature=2.5))
@@ -223,7 +231,7 @@ def test_samples_depend_on_the_seed_and_the_line_and_on_nothing_else(
 
 
 class Rank(ProcessGroup):
-    """One of two ranks; what the first one sends is in `sent`."""
+    """One of two ranks; `sent` has the messages that the first one broadcasts."""
 
     size = 2
 
@@ -237,7 +245,7 @@ class Rank(ProcessGroup):
         return self.sent.pop(0)
 
 
-def test_all_ranks_search_for_the_lines_and_prefixes_of_the_first(
+def test_all_ranks_translate_the_lines_and_prefixes_of_the_first_rank(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[EncodedSource]] = []
@@ -271,7 +279,7 @@ def test_all_ranks_search_for_the_lines_and_prefixes_of_the_first(
     assert asked[0][0].prefix == tuple(tokenizer.tgt.encode(["tu"])[0])
 
 
-def test_all_ranks_yield_the_lines_before_one_that_the_first_cannot_read(
+def test_all_ranks_yield_the_lines_read_before_the_first_rank_fails_to_read_more(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_search(self: Translator, sources: list[EncodedSource]) -> PendingSearch:
@@ -304,7 +312,7 @@ def test_all_ranks_yield_the_lines_before_one_that_the_first_cannot_read(
 # Prefixes
 
 
-def test_a_translation_begins_as_its_prefix_says(translator: Translator) -> None:
+def test_a_translation_begins_with_its_prefix(translator: Translator) -> None:
     prefixes = ["tu so", "", "gu"]
     found = stream(translator, [LINES[:2], LINES[2:3]], prefixes=prefixes, warn=lambda _: None)
     for line, prefix in zip(found, prefixes, strict=True):
@@ -335,7 +343,7 @@ def test_more_prefixes_than_lines_are_an_error_after_the_last_line(translator: T
 
 
 @pytest.mark.parametrize(("ratio", "which"), [(9.0, "short"), (0.1, "long")])
-def test_a_translation_of_an_unusual_length_is_warned_of_with_its_words(
+def test_the_warning_about_an_unusual_length_has_the_word_counts_of_both_sides(
     translator: Translator, ratio: float, which: str
 ) -> None:
     line, said = " ".join(WORDS[:6] * 2), []
@@ -348,7 +356,7 @@ def test_a_translation_of_an_unusual_length_is_warned_of_with_its_words(
 
 # Long lines
 
-TWO = "ba ce. di fo gu!"  # the tokenizer learned words alone
+TWO = "ba ce. di fo gu!"  # the tokenizer was trained without punctuation
 OF_TWO = (
     "line 1: has characters that the tokenizer did not learn, and the model may not read: '!', '.'."
 )
@@ -362,7 +370,7 @@ def cut(
     return found
 
 
-def test_a_line_that_fits_is_not_cut(translator: Translator) -> None:
+def test_a_line_within_max_input_tokens_is_not_cut(translator: Translator) -> None:
     limit = num_tokens(TWO, translator)
     for policy in ("split", "truncate", "error"):
         said: list[str] = []
@@ -372,7 +380,7 @@ def test_a_line_that_fits_is_not_cut(translator: Translator) -> None:
         assert said == [OF_TWO]
 
 
-def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
+def test_split_cuts_at_sentence_ends_and_joins_the_translations_of_the_parts(
     translator: Translator,
 ) -> None:
     said: list[str] = []
@@ -383,7 +391,7 @@ def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
     assert said == [in_parts, OF_TWO]
 
 
-def test_characters_that_the_tokenizer_did_not_learn_are_warned_of(translator: Translator) -> None:
+def test_characters_unknown_to_the_tokenizer_give_a_warning(translator: Translator) -> None:
     said: list[str] = []
     lines = ["ba ce", "ba\tce", "\xa0", "ba\xa0c\u0301e 123456", " di fo "]
     found = stream(translator, [lines], warn=said.append)
@@ -404,7 +412,9 @@ def split(translator: Translator, line: str, limit: int) -> list[list[int]]:
     return [part.source.ids for part in split_line(line, translator.tokenizer.src, limit)]
 
 
-def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Translator) -> None:
+def test_split_keeps_closing_quotes_and_brackets_with_their_sentence(
+    translator: Translator,
+) -> None:
     line = 'ba (ce "di.") fo gu!'
     limit = num_tokens('ba (ce "di.")', translator)
     parts = split(translator, line, limit)
@@ -413,7 +423,7 @@ def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Trans
 
 
 @pytest.mark.parametrize("mark", list("؟۔।॥។။"))
-def test_split_cuts_at_the_marks_that_end_a_sentence_in_other_scripts(
+def test_split_cuts_at_sentence_final_punctuation_of_other_scripts(
     translator: Translator, mark: str
 ) -> None:
     line = f"ba ce di{mark} fo gu"
@@ -424,7 +434,7 @@ def test_split_cuts_at_the_marks_that_end_a_sentence_in_other_scripts(
     assert found[-1] == "fo gu"
 
 
-def test_split_makes_as_few_parts_as_fit(translator: Translator) -> None:
+def test_split_makes_as_few_parts_as_possible(translator: Translator) -> None:
     line = " ".join(f"{word}." for word in WORDS[:6])
     limit = num_tokens(" ".join(f"{word}." for word in WORDS[:3]), translator)
     parts = split(translator, line, limit)
@@ -446,7 +456,7 @@ ODD_TEXT = st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é�
 
 
 @given(text=ODD_TEXT, limit=st.integers(2, 12))
-def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) -> None:
+def test_split_loses_no_text_and_keeps_every_part_within_the_limit(text: str, limit: int) -> None:
     src = vocabularies().src
     parts = split(untrained(), text, limit)
     assert all(2 <= len(part) <= limit and part[-1] == src.eos for part in parts)
@@ -457,7 +467,9 @@ def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) 
 @given(text=ODD_TEXT, limit=st.integers(2, 12))
 @example("Aaaabbbbcccc dog", 3)
 @example("a。b。 c", 12)
-def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit: int) -> None:
+def test_every_piece_of_a_split_line_has_the_numbers_of_its_words_in_the_whole_line(
+    text: str, limit: int
+) -> None:
     pieces_of: dict[range, list[int]] = {}
     for part in split_line(text, vocabularies().src, limit):
         for piece, words in zip(part.source.ids[:-1], part.words, strict=True):
@@ -474,7 +486,9 @@ def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit
 
 
 @given(text=ODD_TEXT, limit=st.integers(2, 12))
-def test_the_text_of_cut_lines_holds_what_their_vocabulary_lacks(text: str, limit: int) -> None:
+def test_the_parts_of_a_cut_line_keep_the_source_text_with_unknown_characters(
+    text: str, limit: int
+) -> None:
     parts = split_line(text, without_bytes().tokenizer.src, limit)
     told = [part.source.text or "" for part in parts]
     assert "".join("".join(told).split()) == "".join(text.split())
@@ -494,7 +508,7 @@ def without_bytes() -> Translator:
     return Translator([model], own, DecodingOptions(), torch.device("cpu"))
 
 
-def test_links_of_a_split_line_name_words_that_are_there(translator: Translator) -> None:
+def test_alignment_links_of_a_split_line_refer_to_existing_words(translator: Translator) -> None:
     for line, limit in [("babababababababa ce di", 4), ("ba。ce。di。 fo", 6)]:
         linking = with_options(translator, max_input_tokens=limit, with_alignment=True)
         (found,) = stream(linking, [[line]], warn=lambda _: None)
@@ -513,7 +527,7 @@ def untrained() -> Translator:
     )
 
 
-def test_truncate_translates_the_beginning_and_says_so(translator: Translator) -> None:
+def test_truncate_translates_the_beginning_with_a_warning(translator: Translator) -> None:
     said: list[str] = []
     found = cut(translator, "ba ce di fo gu", 4, "truncate", said.append)
     assert found.best[0].text == translate_lines(translator, ["ba ce di"])[0]
@@ -521,7 +535,7 @@ def test_truncate_translates_the_beginning_and_says_so(translator: Translator) -
     assert said == ["line 1: has 6 tokens; all after the first 3 are dropped."]
 
 
-def test_error_stops_at_the_line(translator: Translator) -> None:
+def test_on_long_error_raises_an_error_that_names_the_line(translator: Translator) -> None:
     with pytest.raises(DataError) as error:
         cut(translator, "ba ce di fo gu", 4, "error")
     assert str(error.value) == (
@@ -530,7 +544,7 @@ def test_error_stops_at_the_line(translator: Translator) -> None:
     )
 
 
-def test_a_line_longer_than_those_of_the_training_is_translated_whole_with_a_warning(
+def test_a_line_longer_than_any_training_source_is_translated_whole_with_a_warning(
     translator: Translator,
 ) -> None:
     said: list[str] = []
@@ -543,7 +557,7 @@ def test_a_line_longer_than_those_of_the_training_is_translated_whole_with_a_war
     ]
 
 
-def test_a_line_longer_than_the_learned_positions_is_warned_of() -> None:
+def test_a_line_longer_than_the_learned_positions_gives_a_warning() -> None:
     lines = ["a", "", " ".join(SRC_LINES[:2])]
     limit = len(vocabularies().encode_src(lines[2:])[0]) - 1
     config = model_config(positions="learned", max_positions=limit)
@@ -560,7 +574,7 @@ def test_a_line_longer_than_the_learned_positions_is_warned_of() -> None:
 # Warnings
 
 
-def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
+def test_warnings_name_the_first_five_flagged_lines_and_count_the_others(
     translator: Translator,
 ) -> None:
     said: list[str] = []
@@ -575,7 +589,7 @@ def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
     ]
 
 
-def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None:
+def test_a_translation_that_reached_the_length_limit_is_flagged(translator: Translator) -> None:
     options = replace(translator.options, beam=1, max_extra_tokens=0)
     model = build_model(translator.model.config, translator.tokenizer)
     with torch.no_grad():
@@ -591,12 +605,12 @@ def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None
     assert len(list(chain(*(line.best for line in finished)))) == len(LINES)
 
 
-# searched again
+# Second searches
 
 
 @pytest.fixture(scope="module")
 def looping() -> Translator:
-    """A model that has learned nothing: some of its translations repeat themselves."""
+    """An untrained model, some of whose translations loop."""
     tokenizer = vocabularies()
     torch.manual_seed(3)
     model = build_model(model_config(), tokenizer)
@@ -614,7 +628,7 @@ def ignore(_: str) -> None:
 
 
 @pytest.mark.parametrize("beam", [1, 2])
-def test_a_line_whose_translation_repeats_itself_is_searched_again(
+def test_a_line_whose_translation_loops_is_searched_again_without_repeated_trigrams(
     looping: Translator, beam: int
 ) -> None:
     retrying = with_options(looping, beam=beam)
@@ -635,7 +649,7 @@ def test_a_line_whose_translation_repeats_itself_is_searched_again(
         assert alone[0].best[0].flags == after.best[0].flags
 
 
-def test_all_best_translations_of_a_line_are_those_of_the_second_search(
+def test_a_retried_line_takes_its_whole_n_best_list_from_the_second_search(
     looping: Translator,
 ) -> None:
     options = {"beam": 3, "num_best": 3}
@@ -649,14 +663,16 @@ def test_all_best_translations_of_a_line_are_those_of_the_second_search(
         assert all("retried" in each.flags for each in again[row].best)
 
 
-def test_a_prefix_that_repeats_itself_stays_a_loop(looping: Translator) -> None:
+def test_a_looping_prefix_keeps_the_loop_flag_and_is_not_marked_as_retried(
+    looping: Translator,
+) -> None:
     word = SRC_LINES[0].split()[0]
     (line,) = stream(looping, [[SRC_LINES[0]]], ignore, [" ".join([word] * 6)])
     assert "loop" in line.best[0].flags
     assert "retried" not in line.best[0].flags
 
 
-def test_what_is_sampled_is_not_searched_again(looping: Translator) -> None:
+def test_sampled_translations_that_loop_are_not_searched_again(looping: Translator) -> None:
     sampled = {"sampling": Sampling(temperature=0.05), "num_best": 1}
     lines = [
         stream(with_options(looping, **sampled, retry_flagged=own), [SRC_LINES], ignore, stats=None)

@@ -82,7 +82,7 @@ def test_candidates_are_ordered_by_the_scores_of_both_directions(
     assert is_other
 
 
-def test_the_scores_of_both_directions_are_the_weights_of_minimum_bayes_risk(
+def test_mbr_after_reranking_uses_the_reranked_scores_as_weights(
     translator: Translator,
 ) -> None:
     ordered = lines_of(translator, num_best=4, rerank_weight=20.0, retry_flagged=False)
@@ -95,7 +95,7 @@ def test_the_scores_of_both_directions_are_the_weights_of_minimum_bayes_risk(
     assert is_other
 
 
-def test_the_order_of_a_line_does_not_depend_on_the_others(translator: Translator) -> None:
+def test_the_reranking_of_a_line_does_not_depend_on_the_other_lines(translator: Translator) -> None:
     together = lines_of(translator, rerank_weight=0.5)
     for line, found in zip(LINES[:5], together, strict=False):
         (alone,) = lines_of(translator, [line], rerank_weight=0.5)
@@ -103,7 +103,7 @@ def test_the_order_of_a_line_does_not_depend_on_the_others(translator: Translato
         assert alone.best[0].score == pytest.approx(found.best[0].score, abs=1e-4)
 
 
-def test_a_weight_of_zero_keeps_the_order(translator: Translator) -> None:
+def test_a_rerank_weight_of_zero_keeps_the_order(translator: Translator) -> None:
     for found, expected in zip(
         lines_of(translator, rerank_weight=0.0, num_best=4),
         lines_of(translator, num_best=4),
@@ -113,7 +113,7 @@ def test_a_weight_of_zero_keeps_the_order(translator: Translator) -> None:
 
 
 @pytest.mark.parametrize("how", [{"rerank_weight": 0.0}, {"mbr": "chrf"}], ids=["rerank", "mbr"])
-def test_a_candidate_that_repeats_itself_loses_to_one_that_does_not(
+def test_with_retry_flagged_a_candidate_without_a_loop_is_ranked_before_looping_ones(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, how: dict[str, object]
 ) -> None:
     texts = ["Hund " * 9, "Hund " * 8, "Ein Hund schläft."]
@@ -121,13 +121,13 @@ def test_a_candidate_that_repeats_itself_loses_to_one_that_does_not(
     found = [Hypothesis(ids, [], -1.0, -1.0) for ids in ids_of]
     search = PendingSearch(lambda: [found], lambda: None)
     monkeypatch.setattr(Translator, "start_search", lambda *_: search)
-    monkeypatch.setattr(Translator, "search", lambda *_: [found])  # again, without repeats
+    monkeypatch.setattr(Translator, "search", lambda *_: [found])  # the second search
     for is_on, expected in ((False, [True, True, False]), (True, [False, True, True])):
         (line,) = lines_of(translator, LINES[:1], num_best=3, retry_flagged=is_on, **how)
         assert ["loop" in each.flags for each in line.best] == expected
 
 
-def test_options_that_do_not_fit_together_are_refused(translator: Translator) -> None:
+def test_invalid_rerank_weights_and_conflicting_options_are_refused(translator: Translator) -> None:
     for options, message in (
         ({"beam": 1}, "`beam` must be at least 2 for `rerank_weight`, but is 1 instead."),
         (
@@ -148,7 +148,7 @@ def test_options_that_do_not_fit_together_are_refused(translator: Translator) ->
     )
 
 
-def test_a_reverse_model_of_numbers_that_are_not_finite_is_an_error(translator: Translator) -> None:
+def test_a_reverse_model_with_nan_weights_is_an_error(translator: Translator) -> None:
     broken = random_translator(4)
     with torch.no_grad():
         broken.model.output.weight.fill_(torch.nan)
@@ -161,7 +161,7 @@ def test_a_reverse_model_of_numbers_that_are_not_finite_is_an_error(translator: 
     )
 
 
-def test_a_loaded_run_ranks_with_a_run_of_the_other_direction(
+def test_a_loaded_run_reranks_with_a_run_of_the_other_direction(
     reverser: RunDir, back_run: Path
 ) -> None:
     lines = ["ba ce di", "fo gu", "tu so ri ba"]
@@ -193,7 +193,7 @@ def test_a_loaded_run_ranks_with_a_run_of_the_other_direction(
         assert str(error.value) == message
 
 
-def test_a_run_of_both_directions_ranks_its_own_translations(
+def test_a_run_of_both_directions_can_rerank_its_own_translations(
     reverser: RunDir, tmp_path: Path
 ) -> None:
     both = RunDir(shutil.copytree(reverser.path, tmp_path / "both"))

@@ -1,4 +1,4 @@
-"""Calls of many threads are decoded together, and each has what it has alone."""
+"""Calls of many threads are decoded in one batch, and each gets the same result as alone."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def sources(translator: Translator, lines: list[str], length: int = 0) -> list[E
 
 
 def wait_for_search_threads() -> None:
-    """Wait until the threads of all searches have ended, for lack of anything to decode."""
+    """Wait until the threads of all searches have ended because nothing is left to decode."""
     for thread in threading.enumerate():
         if thread.name.startswith("search-"):
             thread.join(PATIENCE_S)
@@ -69,7 +69,7 @@ def step_by_step(translator: Translator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Gate:
-    """Holds the first step of a search until it is opened; notes the rows of every step."""
+    """Blocks the first step of a search until it is opened; records the rows of every step."""
 
     def __init__(self, translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_reached, self.is_open = threading.Event(), threading.Event()
@@ -95,14 +95,16 @@ class Gate:
         step_by_step(translator, monkeypatch)
 
     def wait_for_load(self, translator: Translator, num_sources: int) -> None:
-        """Wait until so many sources wait or are being decoded."""
+        """Wait until `num_sources` sources are queued or being decoded."""
         deadline = time.monotonic() + PATIENCE_S
         while translator.shared_search._workers[0].load() < num_sources:
             assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_each_of_many_threads_has_what_it_has_alone(translator: Translator, beam: int) -> None:
+def test_many_threads_get_the_same_translations_together_as_alone(
+    translator: Translator, beam: int
+) -> None:
     num_threads = torch.get_num_threads()
     translator.options = replace(translator.options, beam=beam)
     alone = translate_lines(translator, LINES)
@@ -119,7 +121,7 @@ def test_each_of_many_threads_has_what_it_has_alone(translator: Translator, beam
     assert torch.get_num_threads() == num_threads
 
 
-def test_calls_that_come_while_another_runs_join_it(
+def test_calls_made_during_a_search_are_admitted_to_the_running_batch(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -136,7 +138,7 @@ def test_calls_that_come_while_another_runs_join_it(
     assert gate.num_rows[:2] == [1, 4]
 
 
-def test_a_caller_that_decodes_leaves_when_its_own_call_has_ended(
+def test_a_decoding_caller_returns_when_its_own_call_ends_and_another_thread_continues(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -167,7 +169,7 @@ def test_a_caller_with_one_core_decodes_in_its_own_thread(
     assert gate.threads == {threading.get_ident()}
 
 
-def test_a_caller_that_is_interrupted_leaves_the_others_to_a_thread(
+def test_an_interrupt_of_the_decoding_caller_does_not_affect_the_other_call(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -205,7 +207,7 @@ def test_a_long_call_does_not_keep_a_short_one_waiting(
     assert num_steps < 250 < len(gate.num_rows)
 
 
-def test_a_call_that_takes_too_long_or_is_cancelled_ends_alone(
+def test_a_timeout_or_cancellation_ends_only_its_own_call(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = translate_lines(translator, LINES[:2])
@@ -219,7 +221,7 @@ def test_a_call_that_takes_too_long_or_is_cancelled_ends_alone(
             translator.with_options(translator.options, soon).search(many)
         cancelled = SearchLimits(cancel=threading.Event())
         threading.Timer(0.05, cancelled.cancel.set).start()
-        threading.Timer(0.1, gate.is_open.set).start()  # a worker looks between two positions
+        threading.Timer(0.1, gate.is_open.set).start()  # limits are checked between positions
         with pytest.raises(CancelledError):
             translator.with_options(translator.options, cancelled).search(many)
         assert patient.result() == alone
@@ -228,7 +230,7 @@ def test_a_call_that_takes_too_long_or_is_cancelled_ends_alone(
     assert translate_lines(translator, LINES[:2]) == alone
 
 
-def test_an_error_ends_the_calls_that_it_is_of(
+def test_an_error_ends_only_the_call_that_caused_it(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = translate_lines(translator, LINES[:1])
@@ -248,7 +250,9 @@ def test_an_error_ends_the_calls_that_it_is_of(
             bad.result()
 
 
-def test_searches_with_different_options_take_turns(translator: Translator) -> None:
+def test_concurrent_searches_with_different_options_give_the_same_as_alone(
+    translator: Translator,
+) -> None:
     greedy = translate_lines(translator.with_options(replace(translator.options, beam=1)), LINES)
     wide = translate_lines(translator.with_options(replace(translator.options, beam=6)), LINES)
     drawn = replace(translator.options, sampling=Sampling(), num_best=2)
@@ -260,7 +264,7 @@ def test_searches_with_different_options_take_turns(translator: Translator) -> N
     assert found == [greedy, wide, sampled]
 
 
-def test_every_step_has_one_core_and_the_caller_all_of_its_own(
+def test_every_decoding_step_uses_one_thread_and_the_caller_keeps_its_thread_count(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
@@ -280,12 +284,12 @@ def test_every_step_has_one_core_and_the_caller_all_of_its_own(
     assert set(counts) == {1}
 
 
-def test_a_forked_process_translates(trained: RunDir) -> None:
+def test_a_forked_process_gives_the_same_translations(trained: RunDir) -> None:
     command = [sys.executable, "-W", "ignore", "-c", TRANSLATE_IN_A_FORK, str(trained.path)]
     subprocess.run([*command, *LINES[:3]], check=True, timeout=PATIENCE_S * 4, env=os.environ)
 
 
-def test_a_group_that_was_passed_often_is_passed_no_more(
+def test_a_large_group_is_overtaken_by_smaller_groups_only_a_limited_number_of_times(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full:
@@ -298,7 +302,7 @@ def test_a_group_that_was_passed_often_is_passed_no_more(
 
     monkeypatch.setattr(shared_search, "_MAX_PASSED", 3)
     worker: _Worker = _Worker(lambda ids, state: ids, None, 0)
-    worker._is_running = True  # it starts no thread
+    worker._is_running = True  # so that it starts no thread
     worker._searches[translator.options] = Full()
     (one,) = sources(translator, ["ba"])
     large: SearchCall = SearchCall({0: one, 1: one}, translator.options, translator._start)
@@ -311,7 +315,7 @@ def test_a_group_that_was_passed_often_is_passed_no_more(
     assert worker._next_group() == (large, [0, 1])
 
 
-def test_what_is_not_finite_ends_its_call(translator: Translator) -> None:
+def test_nan_logits_end_the_call_with_an_error(translator: Translator) -> None:
     def lost(ids_N: torch.Tensor, state: object) -> torch.Tensor:
         return torch.full((len(ids_N), 20), torch.nan)
 
@@ -323,7 +327,7 @@ def test_what_is_not_finite_ends_its_call(translator: Translator) -> None:
             wait()
 
 
-def test_groups_that_wait_are_encoded_together_and_one_that_fails_does_so_alone(
+def test_waiting_groups_are_encoded_in_one_batch_and_an_encoding_error_ends_only_its_call(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -362,10 +366,10 @@ def test_groups_that_wait_are_encoded_together_and_one_that_fails_does_so_alone(
     assert num_started == [1, 2, 1, 1]
 
 
-def test_samples_step_beside_a_search_and_can_be_cancelled(
+def test_sampling_and_beam_search_run_concurrently_and_sampling_can_be_cancelled(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short call has its result long before the samples that were there first have theirs."""
+    """A short call returns long before the sampling that started first."""
     torch.set_num_threads(1)
     drawn = replace(translator.options, sampling=Sampling(), num_best=2)
     sampling = translator.with_options(drawn)
@@ -389,7 +393,7 @@ def test_samples_step_beside_a_search_and_can_be_cancelled(
     assert 200 < len(gate.num_rows) < 300, "the samples that were cancelled were not drawn"
 
 
-def test_a_sentence_takes_the_room_of_those_of_the_first_group_that_have_ended(
+def test_a_call_made_after_most_of_a_group_has_finished_gives_the_same_as_alone(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)

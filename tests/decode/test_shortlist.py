@@ -31,19 +31,21 @@ def cycles(num_pairs: int) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def test_a_token_is_translated_by_what_stands_in_pairs_with_it_oftener_than_by_chance(monkeypatch):
+def test_the_shortlist_of_a_source_token_has_its_translation_but_no_token_of_every_target(
+    monkeypatch,
+):
     monkeypatch.setattr(shortlist, "NUM_LIKELY", 2)
     monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
     monkeypatch.setattr(shortlist, "_BLOCK_PAIRS", 7)  # counts of blocks are added up
     found = shortlist.learn(cycles(500), 30, 80, [EOS])
     for n in range(20):
         assert 50 + n in found.likely_SK[5 + n]
-        assert 40 not in found.likely_SK[5 + n]  # it says nothing about the source
+        assert 40 not in found.likely_SK[5 + n]  # it occurs with every source
     assert (found.likely_SK[25:] == -1).all()
     assert np.flatnonzero(found.is_always_V).tolist() == [EOS, 40]
 
 
-def test_the_tokens_of_a_source_are_sorted_and_none_is_one_that_is_never_written(monkeypatch):
+def test_the_shortlist_of_a_source_is_sorted_and_excludes_forbidden_tokens(monkeypatch):
     monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
     found = shortlist.learn(cycles(500), 30, 80, [EOS])
     tokens = found.tokens([7, 9, 9, EOS], [54])
@@ -54,7 +56,7 @@ def test_the_tokens_of_a_source_are_sorted_and_none_is_one_that_is_never_written
     assert shared.tokens([29], []).tolist() == [EOS, 29, 40]  # it can be copied
 
 
-def test_pairs_of_a_long_text_are_taken_at_even_distances(trained: RunDir, monkeypatch):
+def test_the_pairs_of_a_long_text_are_sampled_at_even_intervals(trained: RunDir, monkeypatch):
     tokenizer = translator_module.load(trained).tokenizer
     shards = ShardSet(trained.data_dir, tokenizer)
     whole = [list(src) for src, _ in shortlist._sampled_pairs(shards)]
@@ -87,7 +89,7 @@ def test_a_shortlist_is_learned_once_and_kept_in_the_run_folder(run: RunDir):
     assert (first.shortlist.is_always_V == second.shortlist.is_always_V).all()
 
 
-def test_without_training_text_or_with_a_damaged_file_there_is_no_shortlist(run: RunDir):
+def test_a_missing_training_text_or_a_damaged_shortlist_file_is_an_error(run: RunDir):
     shutil.rmtree(run.data_dir)
     with pytest.raises(RunError, match=r"must have the training text in data/ to learn a shortl"):
         load(run)
@@ -107,7 +109,7 @@ def test_without_training_text_or_with_a_damaged_file_there_is_no_shortlist(run:
         ("always", lambda always: always[:, None]),
     ],
 )
-def test_a_shortlist_of_other_values_than_ids_is_damaged(run: RunDir, name, change):
+def test_a_shortlist_file_with_invalid_tensors_is_an_error(run: RunDir, name, change):
     assert load(run).shortlist is not None
     path = run.path / "shortlist.safetensors"
     with safe_open(path, "pt") as file:
@@ -119,15 +121,17 @@ def test_a_shortlist_of_other_values_than_ids_is_damaged(run: RunDir, name, chan
         load(run)
 
 
-def test_a_shortlist_of_another_tokenizer_is_learned_anew(run: RunDir, monkeypatch):
+def test_a_shortlist_of_another_tokenizer_is_learned_again(run: RunDir, monkeypatch):
     tokenizer = load(run).tokenizer
     monkeypatch.setattr(shortlist, "NUM_LIKELY", 3)
-    assert shortlist.load(run, tokenizer).likely_SK.shape[1] > 3  # that is there
+    assert shortlist.load(run, tokenizer).likely_SK.shape[1] > 3  # the stored shortlist
     monkeypatch.setattr(type(tokenizer), "fingerprint", lambda self: "another")
     assert shortlist.load(run, tokenizer).likely_SK.shape[1] == 3
 
 
-def test_translations_with_a_shortlist_are_nearly_the_same_and_do_not_depend_on_others(run: RunDir):
+def test_a_shortlist_changes_at_most_one_translation_and_lines_do_not_affect_each_other(
+    run: RunDir,
+):
     short = load(run)
     found = translate_lines(short, LINES)
     assert found == [translate_lines(short, [line])[0] for line in LINES]
@@ -135,7 +139,9 @@ def test_translations_with_a_shortlist_are_nearly_the_same_and_do_not_depend_on_
     assert sum(a == b for a, b in same) >= len(LINES) - 1
 
 
-def test_a_search_with_a_shortlist_writes_no_other_token_but_a_prefix(run: RunDir, monkeypatch):
+def test_a_search_with_a_shortlist_generates_only_its_tokens_except_for_a_prefix(
+    run: RunDir, monkeypatch
+):
     monkeypatch.setattr(shortlist, "NUM_LIKELY", 1)
     monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
     short = load(run)
@@ -152,7 +158,7 @@ def test_a_search_with_a_shortlist_writes_no_other_token_but_a_prefix(run: RunDi
     assert begun.log_prob != -np.inf
 
 
-def test_a_greedy_search_ranks_all_tokens(run: RunDir):
+def test_greedy_search_ignores_the_shortlist(run: RunDir):
     greedy = [translate_lines(load(run, name, beam=1), LINES) for name in ("fast", None)]
     assert greedy[0] == greedy[1]
 
@@ -169,16 +175,14 @@ def test_a_shortlist_is_refused_where_it_has_no_effect(run: RunDir, trained: Run
         api.load(run.path, shortlist="fast", engine="ctranslate2")
 
 
-def test_a_shortlist_of_samples_is_refused_by_the_command_line(cli: Cli, run: RunDir):
+def test_the_command_line_refuses_a_shortlist_with_sampling(cli: Cli, run: RunDir):
     outcome = cli("translate", run.path, "--sample", "--shortlist", "fast", stdin=b"ba\n")
     assert outcome.code == 2
     assert outcome.err == "mtrain: `--shortlist` has no effect with `--sample`; leave it out.\n"
 
 
 @pytest.mark.parametrize("verb", ["translate", "eval"])
-def test_a_shortlist_of_a_greedy_search_is_refused_by_the_command_line(
-    cli: Cli, run: RunDir, verb: str
-):
+def test_the_command_line_refuses_a_shortlist_with_greedy_search(cli: Cli, run: RunDir, verb: str):
     outcome = cli(verb, run.path, "--shortlist", "fast", "--beam", "1", stdin=b"ba\n")
     assert (outcome.code, outcome.err) == (
         2,
@@ -188,7 +192,7 @@ def test_a_shortlist_of_a_greedy_search_is_refused_by_the_command_line(
 
 
 @pytest.mark.parametrize("option", [[], ["--compare"]])
-def test_a_greedy_run_is_refused_before_another_is_translated(
+def test_eval_with_a_shortlist_refuses_a_greedy_run_before_any_run_is_loaded(
     cli: Cli, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ):
     shutil.copytree(run.path, tmp_path / "greedy")
@@ -202,7 +206,9 @@ def test_a_greedy_run_is_refused_before_another_is_translated(
     assert outcome.err.startswith("mtrain: `--shortlist` has no effect with a beam of 1")
 
 
-def test_the_command_line_takes_a_shortlist_and_the_report_says_so(cli: Cli, run: RunDir):
+def test_the_command_line_accepts_a_shortlist_and_the_eval_report_mentions_it(
+    cli: Cli, run: RunDir
+):
     arguments = [run.path, "--resamples", "0", "--metrics", "bleu", "--shortlist", "fast"]
     outcome = cli("eval", *arguments)
     assert (outcome.code, outcome.err) == (0, "")

@@ -1,4 +1,4 @@
-"""A batch is no different from its lines, order is kept, and what is printed can be recomputed."""
+"""Batches translate like single lines, order is kept, and scores can be recomputed."""
 
 import math
 import platform
@@ -160,10 +160,10 @@ def test_ctrl_c_while_the_threads_of_a_search_start_ends_those_that_have_started
     assert translate_lines(translator, LINES)
 
 
-def test_a_gpu_is_searched_on_by_one_thread(
+def test_a_search_on_a_gpu_uses_one_thread(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several would take turns, each with a part of what the GPU takes at once."""
+    """Several threads would take turns, each with only a part of what fits on the GPU at once."""
     counts: list[int] = []
     submit = SharedSearch.submit
 
@@ -180,15 +180,13 @@ def test_a_gpu_is_searched_on_by_one_thread(
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60])
-def test_the_size_of_the_batches_changes_no_translation(
-    translator: Translator, budget: int
-) -> None:
+def test_batch_tokens_does_not_change_the_translations(translator: Translator, budget: int) -> None:
     small = with_options(translator, batch_tokens=budget)
     assert translate_lines(small, LINES) == translate_lines(translator, LINES)
 
 
 @pytest.mark.parametrize(("budget", "beam"), [(1, 1), (160, 1), (160, 4), (4000, 2)])
-def test_groups_are_full_under_their_share_of_the_budget(
+def test_groups_are_sorted_by_length_and_fill_their_share_of_batch_tokens(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, budget: int, beam: int
 ) -> None:
     shapes: list[list[int]] = []
@@ -211,7 +209,7 @@ def test_groups_are_full_under_their_share_of_the_budget(
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_threads_change_no_translation(
+def test_the_number_of_threads_does_not_change_the_translations(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
     alone = translate_lines(translator, LINES)
@@ -221,14 +219,14 @@ def test_threads_change_no_translation(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("beam", [1, 4])
-def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
+def test_searched_log_probs_equal_those_of_scoring_the_same_target(
     translator: Translator, beam: int, dtype: torch.dtype
 ) -> None:
     options = replace(translator.options, beam=beam, length_alpha=0.8, num_best=beam)
     models = [deepcopy(model).to(dtype) for model in translator.ensemble.models]
     device, tokenizer = translator.device, translator.tokenizer
     searching = Translator(models, tokenizer, options, device)
-    # a piece's is as exact as logits in float32 are, which for an unlikely one is 2e-5
+    # a token's is as exact as float32 logits: within 2e-5 for an unlikely token
     of_pieces, of_sums, of_scores = (2e-5, 3e-5, 1e-5) if dtype == torch.float32 else [1e-11] * 3
     own = sources(translator)
     found = searching.search(own)
@@ -248,7 +246,7 @@ def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
             assert sum(log_probs) / penalty == pytest.approx(hypothesis.score, abs=of_scores)
 
 
-def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(translator: Translator) -> None:
+def test_a_sample_depends_on_its_seed_and_not_on_the_other_lines(translator: Translator) -> None:
     drawing = with_options(
         translator, batch_tokens=40, num_best=2, sampling=Sampling(temperature=3.0)
     )
@@ -261,7 +259,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(translator: Tran
     assert sum(a != b for a, b in zip(together, other, strict=True)) > len(own) // 2
 
 
-def test_a_prefix_begins_the_translation_and_is_written_whole(translator: Translator) -> None:
+def test_a_translation_begins_with_its_whole_prefix(translator: Translator) -> None:
     (src,) = translator.tokenizer.encode_src(["ba ce di"])
     (prefix,) = translator.tokenizer.tgt.encode(["gu ha je ki lo mu na pe ri so tu"])
     for forced in (prefix[:2], prefix * 3):
@@ -283,22 +281,22 @@ def test_attention_goes_to_the_word_that_is_copied(translator: Translator) -> No
         assert weights_TS[:-1, :-1].argmax(1).tolist() == list(range(len(target)))
 
 
-def test_order_is_kept_whatever_the_lengths(translator: Translator) -> None:
+def test_translations_keep_the_order_of_lines_of_different_lengths(translator: Translator) -> None:
     backwards = translate_lines(translator, LINES[::-1])
     assert backwards[::-1] == translate_lines(translator, LINES)
 
 
-def test_blank_lines_give_empty_ones(translator: Translator) -> None:
+def test_blank_lines_give_empty_translations(translator: Translator) -> None:
     lines = ["", " ", "\t", "\u3000", "\u2028", "\x0b\x0c"]
     assert translate_lines(translator, lines) == [""] * len(lines)
 
 
-def test_no_lines_give_no_lines(translator: Translator) -> None:
+def test_an_empty_list_of_lines_gives_an_empty_list(translator: Translator) -> None:
     assert translate_lines(translator, []) == []
 
 
 def untrained(**settings: object) -> Translator:
-    """A translator that writes nonsense, but always the same for the same line."""
+    """A translator with an untrained model, which depends on the source line."""
     torch.manual_seed(1)
     model = load_model.build_model(model_config(**settings), vocabularies()).double()
     randomise(model, seed=1)
@@ -307,12 +305,14 @@ def untrained(**settings: object) -> Translator:
             for weight in layer.parameters():
                 weight *= 3
             if isinstance(layer, DecoderLayer):
-                layer.cross_attention.output.weight *= 30  # else no source is heard
+                layer.cross_attention.output.weight *= (
+                    30  # otherwise the source has hardly any effect
+                )
     decoding = DecodingOptions(beam=2, max_extra_tokens=3)
     return Translator([model], vocabularies(), decoding, torch.device("cpu"))
 
 
-def test_each_line_gets_its_own_translation_whatever_stands_beside_it() -> None:
+def test_each_line_gets_its_own_translation_in_any_batch_and_order() -> None:
     translator, lines = untrained(), ["", *TGT_LINES[:6], "a", " ", *SRC_LINES[:6]]
     alone = [translate_lines(translator, [line])[0] for line in lines]
     assert len(set(alone)) > 8
@@ -320,10 +320,10 @@ def test_each_line_gets_its_own_translation_whatever_stands_beside_it() -> None:
     assert translate_lines(translator, lines[::-1]) == alone[::-1]
 
 
-def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
+def test_a_translation_has_at_most_max_extra_tokens_more_tokens_than_its_source(
     trained: RunDir, translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An untrained model that never wants to end must end at the limit."""
+    """An untrained model with low eos logits must end at the limit."""
     decoded: list[int] = []
 
     def decode(self: sentencepiece.Vocabulary, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -345,8 +345,8 @@ def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
         assert all(n <= limit + extra for n, limit in zip(decoded, lengths, strict=True))
 
 
-def test_a_greedy_translation_is_the_best_piece_at_every_place(translator: Translator) -> None:
-    """The other path: the whole target at once, without a cache or a search."""
+def test_a_greedy_translation_is_the_argmax_at_every_position(translator: Translator) -> None:
+    """Recompute it with full forward passes, without a cache or a search."""
     model, vocabulary = translator.model.eval(), translator.tokenizer
     line = "ba ce di fo"
     (src,) = vocabulary.encode_src([line])
@@ -372,7 +372,7 @@ def test_a_model_in_training_mode_translates_without_dropout(
     assert translate_lines(same, LINES) == translate_lines(translator, LINES)
 
 
-def test_weights_of_another_shape_or_that_lack_a_tensor_are_refused(
+def test_weights_with_a_wrong_shape_or_a_missing_tensor_are_refused(
     trained: RunDir, translator: Translator
 ) -> None:
     weights = dict(translator.model.named_parameters())
@@ -389,7 +389,7 @@ def test_weights_of_another_shape_or_that_lack_a_tensor_are_refused(
         )
 
 
-def test_a_device_is_found_or_refused() -> None:
+def test_pick_device_finds_cpu_or_cuda_and_refuses_unknown_names() -> None:
     assert translator_module.pick_device("cpu").type == "cpu"
     assert translator_module.pick_device("auto").type == (
         "cuda" if torch.cuda.is_available() else "cpu"
@@ -408,7 +408,7 @@ def test_a_device_is_found_or_refused() -> None:
         (2, "this machine has 2 CUDA GPUs, from cuda:0 on."),
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused(
+def test_a_missing_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, what: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
@@ -420,7 +420,7 @@ def test_a_gpu_that_is_not_there_is_refused(
 
 @pytest.fixture(scope="module")
 def twin(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The same run with other weights: rows of its output are mixed up a little."""
+    """The same run with other weights: noise is added to every tensor."""
     path = tmp_path_factory.mktemp("twin") / "run"
     shutil.copytree(trained.path, path)
     weights = checkpoint.load_model(trained.model_path, fingerprint(trained))
@@ -454,8 +454,8 @@ def test_an_ensemble_gives_the_mean_of_the_probabilities(trained: RunDir, twin: 
         assert together == pytest.approx(means, abs=1e-4)
 
 
-def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
-    """Each model has the lines as its own source vocabulary cuts them."""
+def test_models_of_an_ensemble_may_have_different_source_vocabularies(tmp_path: Path) -> None:
+    """Each model gets the lines segmented by its own source vocabulary."""
     apart = ["tokenizer.shared=false", "model.tie_embeddings=decoder", "training.max_steps=4"]
     first = train(write_task(tmp_path), *apart, run=str(tmp_path / "first"))
     second = RunDir(tmp_path / "second")
@@ -480,8 +480,8 @@ def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
     assert all(torch.allclose(ours, its, atol=1e-6) for ours, its in weights)
 
 
-def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks() -> None:
-    """What one source vocabulary has no piece for, the models beside it read as it is."""
+def test_characters_unknown_to_one_model_of_an_ensemble_are_kept_for_the_others() -> None:
+    """A character without a piece in one source vocabulary is encoded as it is by the others."""
     config = TokenizerConfig(vocab_size=120, byte_fallback=False, shared=False)
     tgt = vocabularies().tgt
     models, readers = [], []
@@ -506,7 +506,7 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_without_scores_a_search_finds_the_same(translator: Translator, beam: int) -> None:
+def test_a_search_without_scores_finds_the_same_targets(translator: Translator, beam: int) -> None:
     searching = with_options(translator, beam=beam, retry_flagged=False)
     own = sources(translator)
     unscored = with_options(searching, with_scores=False)
@@ -519,7 +519,9 @@ def test_without_scores_a_search_finds_the_same(translator: Translator, beam: in
     ]
 
 
-def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
+def test_an_ensemble_of_different_target_vocabularies_is_refused(
+    trained: RunDir, tmp_path: Path
+) -> None:
     other = train(write_task(tmp_path), "training.max_steps=1", "tokenizer.vocab_size=283")
     with pytest.raises(RunError) as error:
         translator_module.load([trained, other], loading=LoadOptions("cpu"))
@@ -529,7 +531,7 @@ def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path:
     )
 
 
-def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None:
+def test_loading_a_step_loads_the_weights_of_its_checkpoint(trained: RunDir) -> None:
     step, path = max(checkpoint.steps(trained.checkpoints_dir).items())
     weights = checkpoint.load_model(path / "model.safetensors", fingerprint(trained))
     model = translator_module.load(trained, loading=LoadOptions("cpu", step=step)).model
@@ -539,10 +541,10 @@ def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is asked of glibc")
-def test_the_command_line_keeps_the_memory_that_it_frees_and_no_other_program(
+def test_only_a_process_of_mtrains_own_keeps_freed_memory_for_reuse(
     trained: RunDir,
 ) -> None:
-    """Otherwise the pages of a large block come from the system again and again."""
+    """Otherwise the pages of each large block are requested from the system again."""
     done = subprocess.run(
         [sys.executable, "-c", SAY_FAULTS, str(trained.path)], capture_output=True, check=True
     )
@@ -560,10 +562,10 @@ def test_the_command_line_keeps_the_memory_that_it_frees_and_no_other_program(
         {"num_best": 2, "sampling": Sampling(top_k=5)},
     ],
 )
-def test_weights_that_are_laid_out_translate_like_those_that_are_not(
+def test_packed_weights_give_the_same_translations_as_unpacked_weights(
     trained: RunDir, changes: dict[str, object]
 ) -> None:
-    """However they are searched; a prefix asks for the probabilities of single pieces."""
+    """For greedy, beam and sampling search; prefixes need log-probabilities of given tokens."""
     laid_out = translator_module.load(trained, loading=LoadOptions("cpu"))
     plain = load_model.build_model(trained.config.model, laid_out.tokenizer)
     plain.load_state_dict(laid_out.model.state_dict())
@@ -580,7 +582,7 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_the_command_line_keeps_a_gpu_from_planning_each_shape(
+def test_loading_disables_cudnn_attention_only_in_a_process_of_mtrains_own(
     trained: RunDir, is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "is_own_process", lambda: is_own)
@@ -591,7 +593,7 @@ def test_the_command_line_keeps_a_gpu_from_planning_each_shape(
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
-def test_a_lower_precision_translates_like_float32(
+def test_bfloat16_and_int8_weights_translate_nearly_like_float32(
     trained: RunDir,
     translator: Translator,
     precision: Precision,
@@ -612,10 +614,10 @@ def test_a_lower_precision_translates_like_float32(
     models = (translator.model, rounded.model)
     with torch.no_grad():
         exact, near = (model.encode(ids_BS, torch.ones_like(ids_BS).bool()) for model in models)
-    assert 0 < (exact - near).abs().max() < 0.2  # it is another precision, and no other model
+    assert 0 < (exact - near).abs().max() < 0.2  # a lower precision of the same model
 
 
-def test_whole_numbers_on_another_device_than_a_cpu_are_an_error(
+def test_int8_weights_on_a_device_other_than_a_cpu_are_an_error(
     trained: RunDir, translator: Translator
 ) -> None:
     loading = LoadOptions(precision="int8")
@@ -627,7 +629,7 @@ def test_whole_numbers_on_another_device_than_a_cpu_are_an_error(
         )
 
 
-def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: Translator) -> None:
+def test_nan_weights_are_an_error(trained: RunDir, translator: Translator) -> None:
     model = load_model.build_model(trained.config.model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)

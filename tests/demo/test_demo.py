@@ -1,4 +1,4 @@
-"""The demo goes the whole path, goes on where it stopped, and ends with what to do next."""
+"""The demo prepares, trains and evaluates, resumes after a stop, and prints the next commands."""
 
 import re
 import shlex
@@ -73,7 +73,9 @@ def hold_to_the_report(outcome: Outcome, directory: str) -> None:
     assert len(set(sources)) == 5
 
 
-def test_the_demo_goes_the_whole_path_and_a_second_time_only_reports(cli: Cli, tiny: Path) -> None:
+def test_the_demo_trains_a_model_and_a_second_call_only_prints_the_same_report(
+    cli: Cli, tiny: Path
+) -> None:
     first = cli("demo", "my/demo")
     hold_to_the_report(first, "my/demo")
     assert RunDir(Path("my/demo")).model_path.exists()
@@ -85,12 +87,12 @@ def test_the_demo_goes_the_whole_path_and_a_second_time_only_reports(cli: Cli, t
     assert RunDir(Path("my/demo")).model_path.read_bytes() == trained
 
 
-def test_the_commands_that_are_shown_last_can_be_pasted_into_a_shell(cli: Cli, tiny: Path) -> None:
+def test_the_printed_commands_quote_a_folder_name_with_a_space(cli: Cli, tiny: Path) -> None:
     lines = cli("demo", "my demo").lines
     assert shlex.split(lines[-3])[-1] == shlex.split(lines[-1])[-1] == "my demo"
 
 
-def test_where_no_shell_finds_mtrain_the_command_names_the_path_that_started_it(
+def test_the_printed_commands_use_the_path_of_the_executable_if_mtrain_is_not_on_the_search_path(
     cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = cli("demo")
@@ -102,7 +104,9 @@ def test_where_no_shell_finds_mtrain_the_command_names_the_path_that_started_it(
     assert lines[-1] == "  .venv/bin/mtrain serve runs/demo"
 
 
-def test_the_demo_into_another_run_is_refused_and_changes_nothing(cli: Cli, tiny: Path) -> None:
+def test_the_demo_refuses_the_folder_of_another_run_and_leaves_its_list_of_files_unchanged(
+    cli: Cli, tiny: Path
+) -> None:
     Path("mine").mkdir()
     tiny_corpus(Path("mine"))
     Path("mine.yaml").write_text(tiny_config_text("mine", "runs/demo"), encoding="utf-8")
@@ -117,7 +121,7 @@ def test_the_demo_into_another_run_is_refused_and_changes_nothing(cli: Cli, tiny
     assert sorted(Path("runs").rglob("*")) == before
 
 
-def test_a_demo_that_was_stopped_goes_on(
+def test_a_stopped_demo_resumes_from_its_last_checkpoint(
     cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_at(monkeypatch, 3)
@@ -129,7 +133,7 @@ def test_a_demo_that_was_stopped_goes_on(
     assert "resuming from runs/demo/checkpoints/step-00000003" in outcome.err
 
 
-def test_a_demo_that_died_between_its_corpus_and_its_config_goes_on(
+def test_a_demo_that_died_between_writing_its_corpus_and_its_config_writes_the_config(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("d/corpus").mkdir(parents=True)
@@ -139,7 +143,7 @@ def test_a_demo_that_died_between_its_corpus_and_its_config_goes_on(
     assert config_file.load(Path("d/demo.yaml")).run_dir == "d"
 
 
-def test_the_demo_into_a_file_is_one_line(cli: Cli, tiny: Path) -> None:
+def test_a_demo_folder_that_is_a_file_gives_a_one_line_error(cli: Cli, tiny: Path) -> None:
     Path("file").write_text("x")
     outcome = cli("demo", "file")
     assert outcome.code == 2

@@ -1,4 +1,4 @@
-"""The doctor finds each kind of damage by its name, and changes nothing in what it looks at."""
+"""The doctor names each kind of damage in a run folder, and changes nothing in the folder."""
 
 import gzip
 import hashlib
@@ -55,7 +55,7 @@ def straight(source: Path) -> RunDir:
 
 @pytest.fixture
 def run(straight: RunDir, tmp_path: Path) -> RunDir:
-    """A copy that a test may spoil."""
+    """A copy of the run `straight` that a test may damage."""
     shutil.copytree(straight.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
@@ -68,7 +68,7 @@ def contents(run: RunDir) -> dict[str, bytes | None]:
 
 
 def examined(cli: Cli, run: RunDir, *options: str) -> Outcome:
-    """Look at a run by the command line, and hold it to leave the run as it was."""
+    """Run `mtrain doctor` on a run; assert that it leaves the run folder unchanged."""
     before = contents(run)
     outcome = cli("doctor", run.path, *options)
     assert contents(run) == before
@@ -76,7 +76,7 @@ def examined(cli: Cli, run: RunDir, *options: str) -> Outcome:
 
 
 def verdicts(outcome: Outcome) -> dict[str, str]:
-    """Return the worst that was said of each part."""
+    """Return the worst verdict of each part."""
     order = ["ok", "skipped", "changed", "warn", "FAILED"]
     worst: dict[str, str] = {}
     for line in outcome.lines:
@@ -90,20 +90,20 @@ def facts(outcome: Outcome, part: str) -> list[str]:
 
 
 def failed(outcome: Outcome) -> list[str]:
-    """Return the parts that failed, and hold the exit code to say so."""
+    """Return the parts that failed; assert that the exit code agrees."""
     parts = [part for part, verdict in verdicts(outcome).items() if verdict == "FAILED"]
     assert outcome.code == (2 if parts else 0)
     return parts
 
 
 def rewrite_sums(run: RunDir) -> None:
-    """Make the data folder's checksums those of the files that lie there."""
+    """Recompute the checksums of the data folder from its files."""
     (run.data_dir / "checksums.json").unlink()
     prepare._write_checksums(run.data_dir)
 
 
 def reseal(path: Path) -> None:
-    """Make a checkpoint's checksums those of the files that lie there."""
+    """Recompute the checksums of a checkpoint from its files."""
     seal = json.loads((path / "checkpoint.json").read_text())
     for name in seal["sha256"]:
         seal["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
@@ -117,7 +117,7 @@ def edit_seal(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 def tamper(path: Path, part: str, by: float = 1e-6) -> None:
-    """Change one number of a checkpoint, and its checksums with it."""
+    """Change one number of a checkpoint, and recompute its checksums."""
     if part == "progress.json":
         progress = json.loads((path / part).read_text())
         progress["unlogged_tokens"] += 1
@@ -132,7 +132,7 @@ def tamper(path: Path, part: str, by: float = 1e-6) -> None:
     reseal(path)
 
 
-def test_a_healthy_run_is_well_in_every_part(cli: Cli, run: RunDir) -> None:
+def test_a_healthy_run_passes_every_check(cli: Cli, run: RunDir) -> None:
     outcome = examined(cli, run)
     assert outcome.code == 0
     num_parameters = sum(weight.numel() for weight in load_file(run.model_path).values())
@@ -151,7 +151,7 @@ def test_a_healthy_run_is_well_in_every_part(cli: Cli, run: RunDir) -> None:
     ]
 
 
-def test_without_a_replay_nothing_is_trained(
+def test_the_option_no_replay_makes_no_trainer_and_skips_the_resume_check(
     cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay, "Trainer", None)
@@ -160,7 +160,7 @@ def test_without_a_replay_nothing_is_trained(
     assert outcome.lines[-1] == "resume       skipped  `--no-replay` was asked for"
 
 
-def test_a_run_that_nobody_trained_in_gets_no_lock(cli: Cli, run: RunDir) -> None:
+def test_without_a_replay_the_doctor_creates_no_lock_file(cli: Cli, run: RunDir) -> None:
     (run.path / ".lock").unlink()
     assert examined(cli, run, "--no-replay").code == 0
     assert not (run.path / ".lock").exists()
@@ -195,7 +195,7 @@ SEALED = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkp
         ("model.safetensors", "model"),
     ],
 )
-def test_a_damaged_file_is_named_and_the_other_parts_are_looked_at(
+def test_a_damaged_file_is_named_and_the_other_parts_are_still_checked(
     cli: Cli, run: RunDir, name: str, part: str, damage: str
 ) -> None:
     harm(run.path / name, damage)
@@ -235,7 +235,7 @@ def test_damaged_checksums_are_named(cli: Cli, run: RunDir, content: str) -> Non
     ]
 
 
-def test_checksums_that_are_gone_are_named(cli: Cli, run: RunDir) -> None:
+def test_a_missing_checksum_file_is_named(cli: Cli, run: RunDir) -> None:
     (run.data_dir / "checksums.json").unlink()
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["data"]
@@ -251,7 +251,7 @@ ARROW_CUT = ("train-00000.arrow", "truncated")
 @pytest.mark.parametrize(
     "name", ["train-00000.arrow", "shards.json", "dropped.json", "valid.src", "tests/held_out.tgt"]
 )
-def test_damage_that_the_checksums_were_made_of_is_no_crash(
+def test_damaged_data_files_with_matching_checksums_do_not_crash_the_doctor(
     cli: Cli, run: RunDir, name: str, damage: str
 ) -> None:
     harm(run.data_dir / name, damage)
@@ -264,7 +264,7 @@ def test_damage_that_the_checksums_were_made_of_is_no_crash(
         assert facts(outcome, "data")[0].startswith(f"data/{name}: ")
 
 
-def test_every_damaged_file_has_a_line_of_its_own(cli: Cli, run: RunDir) -> None:
+def test_each_damaged_file_is_reported_on_its_own_line(cli: Cli, run: RunDir) -> None:
     for name in ("data/dropped.json", "data/valid.src", f"{NEWEST}/progress.json"):
         harm(run.path / name, "missing")
     harm(run.path / OLDER / "model.safetensors", "flipped")
@@ -284,7 +284,7 @@ def test_every_damaged_file_has_a_line_of_its_own(cli: Cli, run: RunDir) -> None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_named(cli: Cli, run: RunDir, value: float) -> None:
+def test_a_nan_or_infinite_weight_is_named(cli: Cli, run: RunDir, value: float) -> None:
     weights = load_file(run.model_path)
     fingerprint = sentencepiece.load(run.tokenizer_dir).fingerprint()
     name = next(name for name in weights if name.endswith("bias"))
@@ -299,14 +299,16 @@ def test_weights_that_are_no_numbers_are_named(cli: Cli, run: RunDir, value: flo
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "optimizer.safetensors"])
-def test_a_checkpoint_whose_numbers_are_none_is_named(cli: Cli, run: RunDir, part: str) -> None:
+def test_a_checkpoint_with_a_nan_value_is_named(cli: Cli, run: RunDir, part: str) -> None:
     tamper(run.path / NEWEST, part, float("nan"))
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["checkpoints"]
     assert f"{NEWEST}/{part}: `" in facts(outcome, "checkpoints")[0]
 
 
-def test_another_tokenizer_is_named(cli: Cli, source: Path, run: RunDir, tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_match_the_weights_is_reported(
+    cli: Cli, source: Path, run: RunDir, tmp_path: Path
+) -> None:
     config = config_file.load(source, ["tokenizer.vocab_size=284"], str(tmp_path / "other"))
     shutil.copy(prepared(config).tokenizer_dir / "shared.model", run.tokenizer_dir)
     outcome = examined(cli, run)
@@ -317,14 +319,18 @@ def test_another_tokenizer_is_named(cli: Cli, source: Path, run: RunDir, tmp_pat
     ]
 
 
-def test_weights_of_another_tokenizer_are_named_where_the_others_fit(cli: Cli, run: RunDir) -> None:
+def test_final_weights_with_the_fingerprint_of_another_tokenizer_are_reported(
+    cli: Cli, run: RunDir
+) -> None:
     checkpoint.save_model(run.model_path, load_file(run.model_path), "another")
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["model"]
     assert "must belong to the tokenizer beside it" in facts(outcome, "model")[0]
 
 
-def test_a_config_of_another_model_is_found(cli: Cli, run: RunDir) -> None:
+def test_a_config_whose_model_sizes_do_not_fit_the_weights_is_reported(
+    cli: Cli, run: RunDir
+) -> None:
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("d_ff: 32", "d_ff: 48"))
     outcome = examined(cli, run, "--no-replay")
@@ -335,7 +341,7 @@ def test_a_config_of_another_model_is_found(cli: Cli, run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("row", "src", "tgt"), [(0, 285, 4), (3, 4, 285), (199, -1, 4), (120, 4, -7)]
 )
-def test_ids_outside_the_vocabulary_are_found(
+def test_token_ids_outside_the_vocabulary_are_reported(
     cli: Cli, run: RunDir, row: int, src: int, tgt: int
 ) -> None:
     pairs = [EncodedPair([5, 6, 3], [5], None, None)] * 200
@@ -351,7 +357,9 @@ def test_ids_outside_the_vocabulary_are_found(
     assert facts(outcome, "resume") == ["needs whole data"]
 
 
-def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) -> None:
+def test_stored_lengths_that_differ_from_the_number_of_ids_are_reported(
+    cli: Cli, run: RunDir
+) -> None:
     pairs = [EncodedPair([5, 3], [5], None, None)] * 3
     write_pairs(run.data_dir / "train-00000.arrow", pairs, with_text=False)
     with pyarrow.OSFile(str(run.data_dir / "train-00000.arrow")) as file:
@@ -367,7 +375,7 @@ def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) 
     assert "must be a whole table of pairs" in facts(examined(cli, run), "data")[0]
 
 
-def test_a_list_of_dropped_pairs_that_does_not_list_what_was_counted_is_found(
+def test_a_list_of_dropped_pairs_that_disagrees_with_the_counts_is_reported(
     cli: Cli, run: RunDir
 ) -> None:
     entry = b'{"file": "train.src", "line": 3, "reason": "blank-side"}\n'
@@ -381,7 +389,9 @@ def test_a_list_of_dropped_pairs_that_does_not_list_what_was_counted_is_found(
 
 
 @pytest.mark.parametrize("name", ["valid", "tests/held_out"])
-def test_text_whose_sides_are_not_equally_long_is_found(cli: Cli, run: RunDir, name: str) -> None:
+def test_source_and_target_texts_with_different_line_counts_are_reported(
+    cli: Cli, run: RunDir, name: str
+) -> None:
     path = run.data_dir / f"{name}.tgt"
     path.write_text(path.read_text() + "ba\n")
     rewrite_sums(run)
@@ -391,7 +401,7 @@ def test_text_whose_sides_are_not_equally_long_is_found(cli: Cli, run: RunDir, n
     assert "must have the same number of lines" in facts(outcome, "data")[0]
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_found(cli: Cli, run: RunDir) -> None:
+def test_a_checkpoint_in_the_folder_of_another_step_is_reported(cli: Cli, run: RunDir) -> None:
     (run.path / NEWEST).rename(run.checkpoints_dir / "step-00000016")
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["checkpoints"]
@@ -401,7 +411,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(cli: Cli, run: Run
 
 
 @pytest.mark.parametrize("by", [1e-6, 0.01, -0.01])
-def test_a_model_that_translates_otherwise_in_company_is_found_if_it_is_no_tie(
+def test_a_translation_that_changes_in_a_batch_is_reported_unless_the_scores_tie(
     cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
     search = Translator.search
@@ -423,10 +433,10 @@ def test_a_model_that_translates_otherwise_in_company_is_found_if_it_is_no_tie(
     assert facts(outcome, "translates") == ["line 2 of 5 differs alone and with the others."]
 
 
-# What may be missing or other than it was
+# Missing or changed files that are no damage
 
 
-def test_a_copied_folder_without_checkpoints_is_well(cli: Cli, run: RunDir) -> None:
+def test_a_copied_run_without_checkpoints_has_no_failed_check(cli: Cli, run: RunDir) -> None:
     shutil.rmtree(run.checkpoints_dir)
     (run.path / ".lock").unlink()
     outcome = examined(cli, run)
@@ -436,7 +446,9 @@ def test_a_copied_folder_without_checkpoints_is_well(cli: Cli, run: RunDir) -> N
     assert facts(outcome, "checkpoints") == ["none here; translating needs none"]
 
 
-def test_what_translating_needs_is_enough(cli: Cli, run: RunDir) -> None:
+def test_a_run_with_only_config_tokenizer_and_weights_has_no_failed_check(
+    cli: Cli, run: RunDir
+) -> None:
     for name in ("data", "checkpoints"):
         shutil.rmtree(run.path / name)
     run.metrics_path.unlink()
@@ -448,14 +460,14 @@ def test_what_translating_needs_is_enough(cli: Cli, run: RunDir) -> None:
     assert facts(outcome, "translates") == ["5 made-up lines, the same alone and together"]
 
 
-def test_checkpoints_without_data_to_go_on_with_are_damage(cli: Cli, run: RunDir) -> None:
+def test_checkpoints_without_a_data_folder_are_damage(cli: Cli, run: RunDir) -> None:
     shutil.rmtree(run.data_dir)
     outcome = examined(cli, run)
     assert failed(outcome) == ["data"]
     assert "data/checksums.json: is missing" in facts(outcome, "data")[0]
 
 
-def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(
+def test_missing_final_weights_are_damage_only_if_the_training_had_finished(
     cli: Cli, source: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.model_path.unlink()
@@ -485,7 +497,9 @@ def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(
     assert facts(outcome, "resume") == ["steps 5 to 6 made again: the same bytes"]
 
 
-def test_corpora_that_changed_or_are_gone_are_no_damage(cli: Cli, tmp_path: Path) -> None:
+def test_changed_or_missing_corpora_are_reported_but_are_no_damage(
+    cli: Cli, tmp_path: Path
+) -> None:
     run = train(write_task(tmp_path), "training.max_steps=1")
     (tmp_path / "train.src").write_bytes((tmp_path / "train.tgt").read_bytes()[::-1])
     outcome = examined(cli, run)
@@ -505,8 +519,8 @@ def test_corpora_that_changed_or_are_gone_are_no_damage(cli: Cli, tmp_path: Path
     assert outcome.code == 0
 
 
-def test_an_export_in_the_run_folder_is_looked_at(cli: Cli, run: RunDir) -> None:
-    """As `mtrain translate --engine ctranslate2` writes it; one elsewhere is the user's own."""
+def test_an_export_in_the_run_folder_is_checked(cli: Cli, run: RunDir) -> None:
+    """The export is the one that `mtrain translate --engine ctranslate2` writes."""
     pytest.importorskip("ctranslate2")
     assert cli("export", run.path, run.path / "ctranslate2", "--to", "ctranslate2").code == 0
     outcome = examined(cli, run, "--no-replay")
@@ -529,7 +543,9 @@ def test_an_export_in_the_run_folder_is_looked_at(cli: Cli, run: RunDir) -> None
     assert failed(examined(cli, run, "--no-replay")) == ["exports"]
 
 
-def test_what_a_training_left_out_as_damaged_is_pointed_at(cli: Cli, run: RunDir) -> None:
+def test_a_checkpoint_that_a_training_set_aside_as_damaged_gives_a_warning(
+    cli: Cli, run: RunDir
+) -> None:
     (run.path / OLDER).rename(run.checkpoints_dir / "damaged-step-00000008")
     outcome = examined(cli, run)
     assert (outcome.code, verdicts(outcome)["checkpoints"]) == (0, "warn")
@@ -540,14 +556,14 @@ def test_what_a_training_left_out_as_damaged_is_pointed_at(cli: Cli, run: RunDir
     assert facts(outcome, "resume") == ["needs two checkpoints with optimizer state, but has 1"]
 
 
-def test_a_folder_that_is_no_run_is_refused(cli: Cli, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(cli: Cli, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         outcome = cli("doctor", path)
         assert (outcome.code, outcome.out) == (2, b"")
         assert outcome.err.startswith(f"mtrain: {path}: must be a run folder, but ")
 
 
-def test_a_run_in_which_another_process_trains_is_left_alone(cli: Cli, run: RunDir) -> None:
+def test_a_run_in_which_another_process_trains_is_refused(cli: Cli, run: RunDir) -> None:
     with run.locked():
         outcome = examined(cli, run)
     assert (outcome.code, outcome.out) == (2, b"")
@@ -558,12 +574,12 @@ def test_a_run_in_which_another_process_trains_is_left_alone(cli: Cli, run: RunD
     assert examined(cli, run, "--no-replay").code == 0
 
 
-# Updates that are made again
+# Replayed updates
 
 
 @pytest.mark.parametrize("name", [NEWEST, OLDER])
 @pytest.mark.parametrize("part", ["model.safetensors", "optimizer.safetensors", "progress.json"])
-def test_a_checkpoint_that_was_tampered_with_is_found_although_its_checksums_are_right(
+def test_a_changed_checkpoint_with_matching_checksums_is_found_by_the_replay(
     cli: Cli, run: RunDir, part: str, name: str
 ) -> None:
     tamper(run.path / name, part)
@@ -579,7 +595,7 @@ def test_a_checkpoint_that_was_tampered_with_is_found_although_its_checksums_are
 
 
 @pytest.mark.parametrize("key", ["loss", "valid_bleu", "lr", "grad_norm"])
-def test_metrics_that_were_tampered_with_are_found(cli: Cli, run: RunDir, key: str) -> None:
+def test_changed_metrics_are_found_by_the_replay(cli: Cli, run: RunDir, key: str) -> None:
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     for line in lines:
         if line["step"] == 12 and key in line:
@@ -590,7 +606,7 @@ def test_metrics_that_were_tampered_with_are_found(cli: Cli, run: RunDir, key: s
     assert "differ in metrics.jsonl;" in facts(outcome, "resume")[0]
 
 
-def test_metrics_that_are_gone_or_cut_off_are_not_compared(cli: Cli, run: RunDir) -> None:
+def test_missing_or_truncated_metrics_are_not_compared(cli: Cli, run: RunDir) -> None:
     text = run.metrics_path.read_text()
     run.metrics_path.write_text(text[:-5])
     assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
@@ -602,7 +618,7 @@ def test_metrics_that_are_gone_or_cut_off_are_not_compared(cli: Cli, run: RunDir
     "line",
     ['{"changed_config": {}}', '{"changed_config": {}, "step": "twelve"}', "[" * 100_000, "[]"],
 )
-def test_a_line_of_metrics_that_no_training_wrote_is_passed_over(
+def test_a_malformed_line_in_the_metrics_is_ignored_by_the_replay(
     cli: Cli, run: RunDir, line: str
 ) -> None:
     with run.metrics_path.open("a") as stream:
@@ -620,7 +636,7 @@ def test_a_line_of_metrics_that_no_training_wrote_is_passed_over(
         ["training.precision=bfloat16"],
     ],
 )
-def test_many_kinds_of_training_are_made_again_byte_for_byte(
+def test_the_replay_is_bit_identical_for_many_training_settings(
     cli: Cli, source: Path, tmp_path: Path, settings: list[str]
 ) -> None:
     run = train(source, *settings, run=str(tmp_path / "run"))
@@ -629,7 +645,7 @@ def test_many_kinds_of_training_are_made_again_byte_for_byte(
     assert outcome.code == 0
 
 
-def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
+def test_the_replay_uses_the_number_of_threads_of_the_training(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "LEAST_TOKENS", 8)
@@ -660,7 +676,7 @@ def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
         ("batches", "halved from 64 tokens", "whole"),
     ],
 )
-def test_where_the_training_was_made_elsewhere_other_bytes_are_no_damage(
+def test_a_replay_that_differs_is_no_failure_if_the_recorded_environment_differs(
     cli: Cli, run: RunDir, name: str, key: str, then: str, now: str
 ) -> None:
     edit_seal(run.path / name, lambda seal: seal["environment"].update({key: then}))
@@ -676,7 +692,7 @@ def test_where_the_training_was_made_elsewhere_other_bytes_are_no_damage(
     assert facts(outcome, "resume") == [here]
 
 
-def test_plain_kernels_give_the_weights_of_compiled_ones_to_rounding(
+def test_plain_kernels_reproduce_the_weights_of_compiled_kernels_to_rounding(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if native.compiled() is None:
@@ -690,7 +706,7 @@ def test_plain_kernels_give_the_weights_of_compiled_ones_to_rounding(
     ]
 
 
-def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
+def test_checkpoints_without_a_recorded_environment_still_load(
     cli: Cli, source: Path, run: RunDir
 ) -> None:
     for path in checkpoint.steps(run.checkpoints_dir).values():
@@ -717,7 +733,7 @@ def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
     ],
     ids=str,
 )
-def test_an_environment_that_is_no_environment_is_damage(
+def test_a_malformed_environment_record_is_damage(
     cli: Cli, run: RunDir, changes: dict[str, object]
 ) -> None:
     edit_seal(run.path / NEWEST, lambda seal: seal["environment"].update(changes))
@@ -727,7 +743,7 @@ def test_an_environment_that_is_no_environment_is_damage(
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt"])
-def test_a_training_by_the_clock_is_made_again_with_the_times_of_its_log(
+def test_the_replay_of_a_training_limited_by_time_uses_the_logged_times(
     cli: Cli,
     source: Path,
     tmp_path: Path,
@@ -765,7 +781,7 @@ def test_a_training_by_the_clock_is_made_again_with_the_times_of_its_log(
         ]
 
 
-def test_updates_under_another_config_are_not_made_again(
+def test_updates_across_a_change_of_the_config_are_not_replayed(
     cli: Cli, source: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_at(monkeypatch, 14)
@@ -780,7 +796,9 @@ def test_updates_under_another_config_are_not_made_again(
 
 
 @pytest.mark.parametrize("num_checkpoints", [0, 1])
-def test_less_than_two_checkpoints_are_too_few(cli: Cli, run: RunDir, num_checkpoints: int) -> None:
+def test_with_fewer_than_two_checkpoints_nothing_is_replayed(
+    cli: Cli, run: RunDir, num_checkpoints: int
+) -> None:
     for path in list(checkpoint.steps(run.checkpoints_dir).values())[: 3 - num_checkpoints]:
         shutil.rmtree(path)
     outcome = examined(cli, run)
@@ -790,7 +808,7 @@ def test_less_than_two_checkpoints_are_too_few(cli: Cli, run: RunDir, num_checkp
     ]
 
 
-def test_a_training_on_another_kind_of_device_is_not_made_again(cli: Cli, run: RunDir) -> None:
+def test_a_training_on_another_device_type_is_not_replayed(cli: Cli, run: RunDir) -> None:
     edit_seal(run.path / NEWEST, lambda seal: seal["environment"].update(device="cuda"))
     outcome = examined(cli, run)
     assert outcome.code == 0
@@ -816,7 +834,7 @@ def test_a_full_temporary_folder_is_no_damage(
     assert facts(outcome, "resume") == [f"the disk of {disk} takes no checkpoint"]
 
 
-def test_the_bar_goes_from_one_checkpoint_to_the_other(
+def test_the_progress_bar_of_the_replay_runs_from_one_checkpoint_to_the_next(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[float] = []

@@ -1,4 +1,4 @@
-"""The benchmarks: mtrain's own part beside other toolkits, and what they count."""
+"""The workers of the benchmarks that run mtrain, and the counts that the benchmarks report."""
 
 import ast
 import importlib
@@ -45,7 +45,7 @@ JOB = {
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A prepared corpus, as the benchmark lays it down."""
+    """A prepared corpus in the layout of the benchmarks."""
     config = config_file.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
     prepared(config)
     return tmp_path
@@ -73,17 +73,19 @@ def answer(corpus: Path, *options: str) -> dict[str, Any]:
     return line
 
 
-def test_mtrain_is_timed_until_the_time_is_over_and_reads_what_it_says(corpus: Path) -> None:
+def test_the_worker_trains_for_the_given_seconds_after_a_warm_up_and_counts_target_tokens(
+    corpus: Path,
+) -> None:
     timed, epoch = answer(corpus), answer(corpus, "--count")
     assert timed["seconds"] >= 0.5
-    assert timed["all_updates"] - timed["updates"] >= 20  # before anything is timed
+    assert timed["all_updates"] - timed["updates"] >= 20  # the warm-up
     assert timed["updates"] > 0
     assert timed["loss"] < timed["first_loss"]
     mean = epoch["tgt_tokens"] / epoch["batches"]
     assert timed["tgt_tokens"] / timed["updates"] == pytest.approx(mean, rel=0.5)
 
 
-def test_a_curve_has_a_point_for_every_line_that_asks_for_one(corpus: Path) -> None:
+def test_a_curve_has_one_point_per_line_on_stdin(corpus: Path) -> None:
     *points, last = answers(corpus, "--curve", stdin="\n\n\n", validate_every=2)
     assert [point["updates"] for point in points] == [2, 4, 6]
     assert 0 < points[0]["seconds"] <= points[1]["seconds"] <= points[2]["seconds"]
@@ -93,7 +95,7 @@ def test_a_curve_has_a_point_for_every_line_that_asks_for_one(corpus: Path) -> N
     assert last["versions"]["mtrain"]
 
 
-def test_an_epoch_is_every_pair_of_the_corpus_once(corpus: Path) -> None:
+def test_a_counted_epoch_has_as_many_pairs_as_the_corpus(corpus: Path) -> None:
     epoch = answer(corpus, "--count")
     lines = (corpus / "train.tgt").read_text("utf-8").splitlines()
     assert epoch["pairs"] == len(lines)
@@ -102,7 +104,7 @@ def test_an_epoch_is_every_pair_of_the_corpus_once(corpus: Path) -> None:
     assert epoch["tgt_tokens"] >= len(lines) + sum(len(line.split()) for line in lines)
 
 
-def test_the_operations_of_a_training_are_those_that_pytorch_counts(
+def test_the_flops_of_an_update_equal_the_count_of_torch_flop_counter_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
@@ -119,7 +121,7 @@ def test_the_operations_of_a_training_are_those_that_pytorch_counts(
     assert operations.flop(operations.Tokens(*counts), sizes) == counter.get_total_flops()
 
 
-def test_a_benchmark_asks_a_trainer_only_for_what_it_has(corpus: Path) -> None:
+def test_benchmarks_use_only_attributes_that_the_trainer_has(corpus: Path) -> None:
     config = config_file.load(corpus / "config.yaml", JOB["overrides"], str(corpus / "run"))
     trainer = Trainer(config, RunDir(corpus / "run"), RunLog(corpus / "metrics.jsonl"))
     asked = set()
@@ -131,11 +133,11 @@ def test_a_benchmark_asks_a_trainer_only_for_what_it_has(corpus: Path) -> None:
     assert {name for name in asked if not hasattr(trainer, name)} == set()
 
 
-def test_mtrain_translates_in_a_benchmark_as_always_up_to_the_length_of_all_systems(
+def test_the_decoding_benchmark_translates_like_the_python_api_and_stops_at_max_tokens(
     trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    monkeypatch.setattr(EncodedSource, "max_length", EncodedSource.max_length)  # as after the test
+    monkeypatch.setattr(EncodedSource, "max_length", EncodedSource.max_length)  # to restore it
     decoding = importlib.import_module("peers.decoding")
     decode_mtrain = importlib.import_module("peers.decode_mtrain")
     unused = ("num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads")

@@ -1,4 +1,4 @@
-"""Stored run folders translate, score, and continue training just as when they were made."""
+"""Stored run folders still translate, score, and continue training as when they were made."""
 
 import json
 import shutil
@@ -26,20 +26,20 @@ def steps(run: RunDir) -> list[int]:
     return list(checkpoint.steps(run.checkpoints_dir))
 
 
-def test_the_present_format_has_a_golden_run() -> None:
+def test_the_current_checkpoint_format_has_a_golden_run() -> None:
     headers = [checkpoint._read_header(folder / "model.safetensors") for folder in FOLDERS]
     assert checkpoint.FORMAT in {header.format for header in headers}
 
 
 @each_folder
-def test_a_golden_run_is_there_with_all_its_files(folder: Path) -> None:
-    """An ignored file would be missing where the repository was cloned."""
+def test_a_golden_run_has_all_its_files_and_is_small(folder: Path) -> None:
+    """A file that git ignores would be missing in a clone of the repository."""
     assert files_of(folder) == expected(folder)["files"]
     assert sum(path.stat().st_size for path in folder.rglob("*")) < MAX_BYTES
 
 
 @each_folder
-def test_a_golden_run_translates_and_scores_as_it_did(folder: Path) -> None:
+def test_a_golden_run_still_gives_its_stored_translations_and_scores(folder: Path) -> None:
     found, stored = outputs(RunDir(folder)), expected(folder)
     for key, values in found.items():
         is_text = isinstance(values[0], str)
@@ -48,7 +48,9 @@ def test_a_golden_run_translates_and_scores_as_it_did(folder: Path) -> None:
 
 
 @each_folder
-def test_the_translations_of_a_golden_run_are_worth_comparing(folder: Path) -> None:
+def test_the_stored_translations_of_a_golden_run_are_varied_and_have_a_bleu_above_20(
+    folder: Path,
+) -> None:
     stored = expected(folder)
     assert stored["beam"][:2] == LINES[:2]
     assert len(set(stored["beam"])) > 4
@@ -56,7 +58,7 @@ def test_the_translations_of_a_golden_run_are_worth_comparing(folder: Path) -> N
 
 
 @each_folder
-def test_training_goes_on_from_the_checkpoint_of_a_golden_run(
+def test_training_resumes_from_the_checkpoint_of_a_golden_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(folder, tmp_path / "run")
@@ -73,7 +75,7 @@ def test_training_goes_on_from_the_checkpoint_of_a_golden_run(
 
 
 @each_folder
-def test_the_doctor_finds_a_golden_run_well(cli: Cli, folder: Path) -> None:
+def test_the_doctor_reports_no_damage_in_a_golden_run(cli: Cli, folder: Path) -> None:
     outcome = cli("doctor", folder, "--no-replay")
     assert outcome.code == 0, outcome.lines
 

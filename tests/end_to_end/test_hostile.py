@@ -1,4 +1,4 @@
-"""Hostile configs, corpora and input: a result or one line that says what is wrong."""
+"""Hostile configs, corpora and input give a result or a one-line error."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ trees = st.recursive(
 
 
 def places(tree: Tree) -> Iterator[tuple[str, ...]]:
-    """Return where each value of a config stands."""
+    """Yield the path of keys to each value of a config."""
     for key, value in tree.items():
         yield (key,)
         if isinstance(value, dict):
@@ -100,7 +100,7 @@ PLACES = list(places(VALID))
 
 
 def check_load(raw: bytes, overrides: Sequence[str] = ()) -> None:
-    """Load a config from these bytes: a config that can be kept, or an error of one line."""
+    """Load a config from bytes; it must survive saving and loading, or give a one-line error."""
     with tempfile.TemporaryDirectory() as directory, bounded("config"):
         path = Path(directory) / "config.yaml"
         path.write_bytes(raw)
@@ -117,7 +117,7 @@ def check_load(raw: bytes, overrides: Sequence[str] = ()) -> None:
 
 @cases(60)
 @given(st.one_of(st.binary(max_size=200), hostile_text.map(lambda text: text.encode())))
-def test_any_bytes_are_a_config_or_an_error_of_one_line(raw: bytes) -> None:
+def test_any_bytes_give_a_valid_config_or_a_one_line_error(raw: bytes) -> None:
     check_load(raw)
 
 
@@ -134,13 +134,13 @@ def mutated_texts(draw: st.DrawFn) -> bytes:
 
 @cases(40)
 @given(mutated_texts())
-def test_a_config_with_replaced_text_is_a_config_or_an_error_of_one_line(raw: bytes) -> None:
+def test_a_config_with_replaced_text_loads_or_gives_a_one_line_error(raw: bytes) -> None:
     check_load(raw)
 
 
 @cases(60)
 @given(st.sampled_from(PLACES), trees)
-def test_a_config_with_any_value_is_a_config_or_an_error_of_one_line(
+def test_a_config_with_any_value_loads_or_gives_a_one_line_error(
     place: tuple[str, ...], value: Any
 ) -> None:
     tree = copy.deepcopy(VALID)
@@ -163,7 +163,7 @@ overrides = st.one_of(
 
 @cases(40)
 @given(st.lists(overrides, min_size=1, max_size=3))
-def test_any_override_is_taken_or_an_error_of_one_line(given_overrides: list[str]) -> None:
+def test_any_override_is_accepted_or_gives_a_one_line_error(given_overrides: list[str]) -> None:
     check_load(yaml.safe_dump(VALID).encode(), given_overrides)
 
 
@@ -208,14 +208,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
-def test_a_yaml_bomb_is_an_error_of_one_line(text: str) -> None:
+def test_a_yaml_bomb_loads_or_gives_a_one_line_error_in_bounded_time_and_memory(text: str) -> None:
     check_load(text.encode())
     check_load(yaml.safe_dump(VALID).encode(), ["run_dir=" + text])
 
 
 @st.composite
 def corpora(draw: st.DrawFn, lines: st.SearchStrategy[bytes]) -> list[bytes]:
-    """The two files of a corpus; mostly with as many lines on both sides."""
+    """The two files of a corpus, mostly with the same number of lines."""
     num_lines = draw(st.integers(0, 12))
     files = []
     for _ in range(2):
@@ -248,7 +248,7 @@ def packed(draw: st.DrawFn, raw: bytes) -> bytes:
 
 
 def lines_of(raw: bytes) -> list[str]:
-    """Split a file as the format says, without the package's help."""
+    """Split a file into lines by the rules of the format, independently of mtrain."""
     lines = raw.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -260,7 +260,9 @@ def lines_of(raw: bytes) -> list[str]:
 
 @cases(50)
 @given(corpora(st.one_of(raw_lines, texts.map(str.encode))))
-def test_any_files_are_pairs_line_by_line_or_an_error_of_one_line(corpus: list[bytes]) -> None:
+def test_any_two_files_are_paired_line_by_line_or_give_a_one_line_error(
+    corpus: list[bytes],
+) -> None:
     with tempfile.TemporaryDirectory() as directory, bounded("corpus"):
         paths = [Path(directory) / name for name in ("a", "b")]
         for path, raw in zip(paths, corpus, strict=True):
@@ -283,7 +285,7 @@ def test_any_files_are_pairs_line_by_line_or_an_error_of_one_line(corpus: list[b
 
 @cases(30)
 @given(st.data(), st.lists(texts, max_size=40))
-def test_a_damaged_gzip_file_gives_its_lines_or_an_error_of_one_line(
+def test_a_damaged_gzip_file_gives_its_lines_or_a_one_line_error(
     data: st.DataObject, lines: list[str]
 ) -> None:
     raw = "".join(line + "\n" for line in lines).encode()
@@ -301,7 +303,7 @@ def test_a_damaged_gzip_file_gives_its_lines_or_an_error_of_one_line(
 
 
 def check_prepare(corpus: Sequence[bytes], tokenizing: Tree, is_retry: bool = False) -> None:
-    """Prepare a run from a corpus: whole, or not at all and with an error of one line."""
+    """Prepare a run from a corpus; it must be complete, or absent with a one-line error."""
     with tempfile.TemporaryDirectory() as directory, bounded("prepare"):
         tree = tiny_tree(Path(directory), num_train=20)
         for raw, path in zip(corpus, ("train.src", "train.tgt"), strict=True):
@@ -341,7 +343,9 @@ tokenizing = st.fixed_dictionaries(
 
 @cases(15)
 @given(corpora(st.one_of(texts.map(str.encode), st.just(b"ba ce di fo gu"))), tokenizing)
-def test_any_corpus_is_prepared_whole_or_not_at_all(corpus: list[bytes], tokenizing: Tree) -> None:
+def test_any_corpus_is_prepared_completely_or_not_at_all(
+    corpus: list[bytes], tokenizing: Tree
+) -> None:
     check_prepare(corpus, tokenizing)
 
 
@@ -363,7 +367,9 @@ def test_any_corpus_is_prepared_whole_or_not_at_all(corpus: list[bytes], tokeniz
     ],
     ids=lambda line: ascii(line[:9]),
 )
-def test_a_corpus_of_one_odd_line_is_prepared_whole_or_not_at_all(line: str, kind: str) -> None:
+def test_a_corpus_of_one_odd_line_is_prepared_completely_or_not_at_all(
+    line: str, kind: str
+) -> None:
     raw = (line + "\n").encode() * 3
     check_prepare([raw, raw], {"kind": kind, "vocab_size": 300})
 
@@ -384,7 +390,7 @@ NO_FILES = [
 
 @pytest.mark.parametrize("name", NO_FILES, ids=ascii)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_corpus_path_that_is_no_file_is_an_error_of_one_line(
+def test_a_corpus_path_that_is_not_a_file_gives_a_one_line_error(
     cli: Cli, name: str, suffix: str, tmp_path: Path
 ) -> None:
     tree = tiny_tree(tmp_path, num_train=20)
@@ -402,7 +408,9 @@ def test_a_corpus_path_that_is_no_file_is_an_error_of_one_line(
     ["../../x", "..", "/x", "a/b", "a\\b", "", "a\nb", "a\0", "x" * 300, "-rf", "CON", "a..b"],
     ids=ascii,
 )
-def test_a_test_set_never_leaves_the_run_folder(cli: Cli, name: str, tmp_path: Path) -> None:
+def test_no_name_of_a_test_set_creates_a_file_outside_the_run_folder(
+    cli: Cli, name: str, tmp_path: Path
+) -> None:
     tree = tiny_tree(tmp_path / "in", num_train=20)
     tree["data"]["tests"] = {name: tree["data"]["tests"]["held_out"]}
     path = write_config(tmp_path / "in" / "config.yaml", tree)
@@ -418,7 +426,7 @@ def test_a_test_set_never_leaves_the_run_folder(cli: Cli, name: str, tmp_path: P
     ["a\0b", "\ud800", "x" * 300, "a\nb", "train.src", "train.src/run", "\u202e", "\x1b[2J", " "],
     ids=ascii,
 )
-def test_a_run_folder_of_any_name_is_made_or_is_an_error_of_one_line(
+def test_a_run_folder_of_any_name_is_created_or_gives_a_one_line_error(
     cli: Cli, name: str, tmp_path: Path
 ) -> None:
     tree = tiny_tree(tmp_path, num_train=20) | {"run_dir": f"{tmp_path}/{name}"}
@@ -450,7 +458,7 @@ EXTREMES += [
 
 
 @pytest.mark.parametrize("setting", EXTREMES)
-def test_a_training_at_an_extreme_ends_or_is_refused_in_one_line(
+def test_training_with_an_extreme_setting_finishes_or_gives_a_one_line_error(
     cli: Cli, setting: str, tmp_path: Path
 ) -> None:
     with bounded("extremes"):
@@ -465,7 +473,7 @@ def test_a_training_at_an_extreme_ends_or_is_refused_in_one_line(
 
 @dataclass(frozen=True)
 class Request:
-    """What `mtrain translate` is asked for."""
+    """The input and the options of one `mtrain translate` command."""
 
     raw: bytes
     arguments: list[str]
@@ -504,12 +512,12 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def raw_lines_of(raw: bytes) -> list[str]:
-    """Split as `lines_of` does, and replace what is not UTF-8."""
+    """Split as `lines_of` does; replace invalid UTF-8 by U+FFFD."""
     return lines_of(raw.decode("utf-8", "replace").encode()) if raw else []
 
 
 def records(out: bytes, asked: Request) -> list[list[str]]:
-    """Return the translations of each line, best first; every record must be whole."""
+    """Return the translations of each line, best first; every record must be complete."""
     text = out.decode("utf-8")
     assert text == "" or text.endswith("\n")
     lines = text.split("\n")[:-1]
@@ -554,7 +562,7 @@ def test_any_bytes_are_translated_line_by_line_in_order(
 
 
 def check_translations(outcome: Outcome, asked: Request, folder: Path) -> None:
-    """Check what a translation left behind, whether it was refused or not."""
+    """Check the output, the files and the messages of a translation, refused or not."""
     num_lines = len(raw_lines_of(asked.raw))
     written = (folder / "out").read_bytes() if asked.writes_file else outcome.out
     assert leftovers(folder) == []
@@ -588,7 +596,9 @@ def check_translations(outcome: Outcome, asked: Request, folder: Path) -> None:
     ids=lambda line: ascii(line[:3]),
 )
 @pytest.mark.parametrize("is_split", [True, False])
-def test_a_line_without_end_is_one_line(cli: Cli, noisy: RunDir, line: str, is_split: bool) -> None:
+def test_a_very_long_line_gives_one_output_line(
+    cli: Cli, noisy: RunDir, line: str, is_split: bool
+) -> None:
     arguments = ["--max-input-tokens", "100"] if is_split else []
     line = line if is_split else line[:1500]
     with bounded("long lines"):

@@ -1,4 +1,4 @@
-"""Hostile run folders: every verb gives a result, or one line that says what is wrong."""
+"""Hostile run folders: every command gives a result or a one-line error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def copied(run: RunDir) -> Iterator[RunDir]:
 
 
 def check_verb(cli: Cli, run: RunDir, original: RunDir, verb: str) -> Outcome | None:
-    """Run a verb on a damaged run folder, and see that it gives a result or one line."""
+    """Run a command on a damaged run folder; assert a result or a one-line error."""
     output = run.path.parent / "out"
     output.write_bytes(b"as it was")
     if verb == "gather":
@@ -108,7 +108,7 @@ def check_verb(cli: Cli, run: RunDir, original: RunDir, verb: str) -> Outcome | 
 
 
 def seal(folder: Path) -> None:
-    """Make the checksums of a checkpoint those of its files, as an attacker would."""
+    """Recompute the checksums of a checkpoint from its files, as an attacker would."""
     sums = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
         for name in checkpoint._PARTS
@@ -126,7 +126,7 @@ def remove(path: Path) -> None:
 
 
 def damage(path: Path, draw: st.DrawFn) -> None:
-    """Damage a file, or put something else in its place."""
+    """Damage or delete a file, or replace it by a folder or a link."""
     raw = bytearray(path.read_bytes()) if path.is_file() else bytearray(b"a file")
     kinds = ["cut", "flip", "swap", "grow", "empty", "noise", "gone", "folder", "link", "loop"]
     kind = draw(st.sampled_from(kinds))
@@ -156,7 +156,7 @@ def damage(path: Path, draw: st.DrawFn) -> None:
 
 @cases(25)
 @given(st.data(), st.sampled_from(FILES), st.sampled_from(VERBS), st.booleans())
-def test_a_damaged_file_is_a_result_or_an_error_of_one_line(
+def test_a_damaged_file_gives_a_result_or_a_one_line_error(
     cli: Cli, noisy: RunDir, data: st.DataObject, name: str, verb: str, is_sealed: bool
 ) -> None:
     with copied(noisy) as run, bounded("damaged files"):
@@ -201,7 +201,7 @@ def change_tree(tree: Any, draw: st.DrawFn) -> Any:
 
 @cases(25)
 @given(st.data(), st.sampled_from(JSON_FILES), st.sampled_from(VERBS))
-def test_any_json_is_a_result_or_an_error_of_one_line(
+def test_any_json_gives_a_result_or_a_one_line_error(
     cli: Cli, noisy: RunDir, data: st.DataObject, name: str, verb: str
 ) -> None:
     with copied(noisy) as run, bounded("json"):
@@ -224,7 +224,7 @@ CONFIG_VALUES += [0.0, -0.5, 1e-300, 1e300, 0.999, "x", "", None, True, [], {}, 
 
 @cases(25)
 @given(st.data(), st.sampled_from(VERBS))
-def test_a_config_of_a_run_with_any_value_is_a_result_or_an_error_of_one_line(
+def test_any_value_in_the_config_of_a_run_gives_a_result_or_a_one_line_error(
     cli: Cli, noisy: RunDir, data: st.DataObject, verb: str
 ) -> None:
     with copied(noisy) as run, bounded("config of a run"):
@@ -281,7 +281,7 @@ def join_tensors(header: bytes, data: bytes, size: int | None = None) -> bytes:
 
 
 def change_tensors(raw: bytes, draw: st.DrawFn) -> bytes:
-    """Change the header of a safetensors file, so that the rest may still be believed."""
+    """Change one part of a safetensors file so that the file may still be accepted."""
     header, data = split_tensors(raw)
     name = draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
     entry = header[name]
@@ -297,7 +297,7 @@ def change_tensors(raw: bytes, draw: st.DrawFn) -> bytes:
         header[draw(st.sampled_from(NAMES))] = header.pop(name)
     elif kind == "metadata":
         header["__metadata__"] = draw(st.one_of(st.sampled_from(METADATA), json_values))
-    elif kind == "own":  # what mtrain itself has written there
+    elif kind == "own":  # the metadata that mtrain writes
         own = json.loads(header["__metadata__"]["mtrain"])
         text = json.dumps(change_tree(own, draw))
         header["__metadata__"]["mtrain"] = draw(st.sampled_from([text] * 12 + DEEP))
@@ -306,7 +306,7 @@ def change_tensors(raw: bytes, draw: st.DrawFn) -> bytes:
     elif kind == "values":
         noise = draw(st.sampled_from([b"\xff", b"\x00", b"\x7f", b"\x80"]))
         data = noise * len(data)
-    elif kind == "same size":  # as many bytes of another type
+    elif kind == "same size":  # another dtype with the same number of bytes
         start, stop = entry["data_offsets"]
         width = {"I32": 4, "U8": 1, "I16": 2, "F64": 8, "I64": 8, "BOOL": 1, "C64": 8, "F8_E4M3": 1}
         entry["dtype"] = draw(st.sampled_from(sorted(width)))
@@ -328,7 +328,7 @@ def change_tensors(raw: bytes, draw: st.DrawFn) -> bytes:
 
 @cases(25)
 @given(st.data(), st.sampled_from(TENSORS), st.sampled_from(VERBS))
-def test_any_tensors_are_a_result_or_an_error_of_one_line(
+def test_any_tensor_file_gives_a_result_or_a_one_line_error(
     cli: Cli, noisy: RunDir, data: st.DataObject, name: str, verb: str
 ) -> None:
     with copied(noisy) as run, bounded("tensors"):
@@ -338,7 +338,9 @@ def test_any_tensors_are_a_result_or_an_error_of_one_line(
         check_verb(cli, run, noisy, verb)
 
 
-def test_every_type_of_tensor_is_taken_or_refused_in_one_line(cli: Cli, noisy: RunDir) -> None:
+def test_float32_weights_load_and_every_other_dtype_gives_a_one_line_error(
+    cli: Cli, noisy: RunDir
+) -> None:
     for dtype in DTYPES:
         with copied(noisy) as run, bounded("tensors"):
             header, data = split_tensors(run.model_path.read_bytes())
@@ -355,7 +357,7 @@ ODD_STEPS += ["step-1e3", "step- 3", "step-00000009 ", "step-\u00b2", "step-..",
 
 @pytest.mark.parametrize("name", ODD_STEPS, ids=ascii)
 @pytest.mark.parametrize("verb", ["train", "checkpoint"])
-def test_a_folder_with_an_odd_name_is_no_checkpoint_and_stays(
+def test_a_folder_with_a_malformed_step_name_is_not_a_checkpoint_and_is_kept(
     cli: Cli, noisy: RunDir, name: str, verb: str
 ) -> None:
     with copied(noisy) as run, bounded("step folders"):
@@ -367,7 +369,7 @@ def test_a_folder_with_an_odd_name_is_no_checkpoint_and_stays(
         assert max(checkpoint.steps(run.checkpoints_dir)) == (4 if verb == "train" else 3)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(cli: Cli, noisy: RunDir) -> None:
+def test_a_checkpoint_in_the_folder_of_another_step_is_refused(cli: Cli, noisy: RunDir) -> None:
     for step in ("99999999999999999999", "00000009"):
         with copied(noisy) as run, bounded("step folders"):
             shutil.copytree(run.path / NEWEST, run.checkpoints_dir / f"step-{step}")
@@ -384,7 +386,7 @@ def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(cli: Cli, noisy:
         assert len(list(run.checkpoints_dir.glob("damaged-step-*"))) == 3
 
 
-def test_links_out_of_the_run_folder_are_not_followed_when_it_is_pruned(
+def test_pruning_checkpoints_does_not_follow_links_out_of_the_run_folder(
     cli: Cli, noisy: RunDir
 ) -> None:
     with copied(noisy) as run, bounded("links"):
@@ -423,7 +425,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_table_of_pairs_that_lies_is_refused_in_one_line(
+def test_an_invalid_table_of_pairs_is_refused_in_one_line(
     cli: Cli, noisy: RunDir, change: dict[str, Any]
 ) -> None:
     columns = {name: column for name, column in (TABLE | change).items() if column is not None}
@@ -433,7 +435,7 @@ def test_a_table_of_pairs_that_lies_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "metadata", [None, {"huggingface": "{"}, {"huggingface": '{"info": 1}'}, {"pandas": "x"}]
 )
-def test_what_a_table_says_of_itself_does_not_matter(
+def test_the_schema_metadata_of_a_table_of_pairs_is_ignored(
     cli: Cli, noisy: RunDir, metadata: dict[str, str] | None
 ) -> None:
     assert_table(cli, noisy, pa.table(TABLE).replace_schema_metadata(metadata), is_whole=True)
@@ -444,7 +446,7 @@ def test_what_a_table_says_of_itself_does_not_matter(
     [[0, 2**30, 2**31 - 1], [0, 5, 2**31 - 1], [5, -9, 2], [0, -1, 5], [-(2**31), 3, 5], [3, 3, 5]],
     ids=str,
 )
-def test_a_table_whose_offsets_lie_is_refused_and_nothing_is_read_beyond_it(
+def test_a_table_of_pairs_with_invalid_list_offsets_is_refused_in_one_line(
     cli: Cli, noisy: RunDir, offsets: list[int]
 ) -> None:
     wanted, lying = struct.pack("<3i", 0, 3, 5), struct.pack("<3i", *offsets)
@@ -461,7 +463,7 @@ def assert_table(
     with copied(noisy) as run, bounded("tables"):
         with pa.ipc.new_stream(str(run.data_dir / "train-00000.arrow"), table.schema) as stream:
             stream.write_table(table)
-        if is_whole:  # the manifest says what the shard holds
+        if is_whole:  # the manifest must match the shard
             manifest = json.loads((run.data_dir / MANIFEST_FILE).read_text("utf-8"))
             manifest["shards"] = [
                 {"corpus": 0, "num_pairs": 2, "num_src_tokens": 5, "num_tgt_tokens": 3}
@@ -504,7 +506,7 @@ def test_a_command_in_a_config_is_never_run(
         assert not trace.exists()
 
 
-def test_a_pickle_in_place_of_any_file_is_never_read_as_one(
+def test_a_pickle_in_place_of_any_file_is_never_unpickled(
     cli: Cli, noisy: RunDir, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace"
@@ -521,7 +523,7 @@ def test_a_pickle_in_place_of_any_file_is_never_read_as_one(
 
 
 class _Touch:
-    """Leaves a trace when it is read as a pickle."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -533,7 +535,7 @@ class _Touch:
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix()
 )
-def test_no_module_can_read_code_from_a_file(path: Path) -> None:
+def test_no_module_calls_a_function_that_executes_code_from_a_file(path: Path) -> None:
     forbidden = {"eval", "exec", "compile", "torch.load", "numpy.load", "np.load", "os.system"}
     forbidden |= {"yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "importlib.import_module"}
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -546,8 +548,8 @@ def test_no_module_can_read_code_from_a_file(path: Path) -> None:
     assert issubclass(config_file._Loader, yaml.SafeLoader)
 
 
-def test_a_damaged_tokenizer_never_ends_the_process(noisy: RunDir) -> None:
-    """In a process of its own, for SentencePiece is C++."""
+def test_a_damaged_tokenizer_never_crashes_the_process(noisy: RunDir) -> None:
+    """Runs in a subprocess, because SentencePiece is C++ and could crash it."""
     script, count = REPOSITORY / "tests" / "hostile_tokenizers.py", 100 * TIMES
     model = noisy.tokenizer_dir / "shared.model"
     command = [sys.executable, str(script), str(model), str(count)]
@@ -558,7 +560,7 @@ def test_a_damaged_tokenizer_never_ends_the_process(noisy: RunDir) -> None:
 
 @cases(1)
 @given(st.data())
-def test_any_metrics_are_drawn_or_skipped(noisy: RunDir, data: st.DataObject) -> None:
+def test_any_metrics_are_drawn_or_give_a_one_line_error(noisy: RunDir, data: st.DataObject) -> None:
     with copied(noisy) as run, bounded("curves"):
         lines = run.metrics_path.read_text(encoding="utf-8").splitlines()
         for place in data.draw(st.lists(st.integers(0, len(lines) - 1), max_size=4)):

@@ -1,4 +1,4 @@
-"""Training that is killed at any moment ends with the weights that it would have had."""
+"""Training that is killed and resumed ends with the same weights as without the kills."""
 
 import os
 import random
@@ -17,16 +17,16 @@ from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 
 SAVING = ["training.save_every=1", "training.keep_last=3", "training.average=3"]
-NUM_KILLS = (6, 30)  # at random moments, and as many inside a save; in make test and make fuzz
+NUM_KILLS = (6, 30)  # at random moments and as many inside saves: (make test, make fuzz)
 
-CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # what changes the disk
+CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # the calls that change the disk
 PATIENCE_S = 120
 
 pytestmark = needs_fork_server
 
 
 def child(source: Path, run: Path, kill_at: int) -> None:
-    """Train, and end without a word at the call number `kill_at`; write how many there were."""
+    """Train, killed by SIGKILL at call number `kill_at`; at the end, write the number of calls."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     num_calls = kill_at_call(CALLS, kill_at)
     train(source, *SAVING, run=str(run))
@@ -36,7 +36,7 @@ def child(source: Path, run: Path, kill_at: int) -> None:
 def in_child(
     source: Path, run: RunDir, kill_after_s: float | None = None, kill_at: int = 0
 ) -> int | None:
-    """Train in a process of its own; return its exit status, or minus the signal."""
+    """Train in a subprocess; return its exit status, or minus the number of its signal."""
     process = fork_server().Process(target=child, args=(source, run.path, kill_at))
     process.start()
     process.join(PATIENCE_S if kill_after_s is None else kill_after_s)
@@ -66,7 +66,7 @@ def assert_as_if_nothing_had_happened(run: RunDir, straight: RunDir) -> None:
     assert all(path.name.startswith("step-") for path in run.checkpoints_dir.iterdir())
 
 
-def test_every_test_that_the_page_names_exists() -> None:
+def test_the_reliability_page_names_existing_tests_and_the_right_numbers_of_kills() -> None:
     page = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
     assert len(named) > 15
@@ -79,7 +79,9 @@ def test_every_test_that_the_page_names_exists() -> None:
     assert f"kills {2 * many} times, {many} times at random" in text
 
 
-def test_random_kills_change_nothing(source: Path, straight: RunDir, tmp_path: Path) -> None:
+def test_a_training_killed_at_random_moments_ends_with_the_same_weights_and_metrics(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
     rng = random.Random(1)
     timed = RunDir(tmp_path / "timed")
     assert in_child(source, RunDir(tmp_path / "first")) == 0
@@ -100,14 +102,16 @@ def test_random_kills_change_nothing(source: Path, straight: RunDir, tmp_path: P
         assert_as_if_nothing_had_happened(run, straight)
 
 
-def test_kills_inside_a_save_change_nothing(source: Path, straight: RunDir, tmp_path: Path) -> None:
-    """Each call that changes what the disk holds is a moment at which all may end."""
+def test_a_training_killed_inside_a_save_ends_with_the_same_weights_and_metrics(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    """The moments of the kills are a sample of the calls that change the disk."""
     assert in_child(source, RunDir(tmp_path / "whole")) == 0
     num_calls = int((tmp_path / "whole.count").read_text("utf-8"))
     assert num_calls > 100
     for moment in random.Random(2).sample(range(1, num_calls + 1), NUM_KILLS[TIMES > 1]):
         run = RunDir(tmp_path / f"run-{moment}")
         assert in_child(source, run, kill_at=moment) == -signal.SIGKILL
-        if not run.model_path.exists():  # else it was killed with all its work done
+        if not run.model_path.exists():  # else it was killed after writing the final weights
             assert in_child(source, run) == 0
         assert_as_if_nothing_had_happened(run, straight)

@@ -1,4 +1,4 @@
-"""Memory and disks that run out cost time or checkpoints, but no training."""
+"""Training survives a lack of memory or disk space, at the cost of time or checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trainer_of(source: Path, directory: Path, *overrides: str) -> Iterator[Train
 def hold_at_most(
     monkeypatch: pytest.MonkeyPatch, num_positions: int, error: Exception
 ) -> list[int]:
-    """Let larger batches run out of memory; return the places of each that was tried."""
+    """Raise `error` for larger batches; return a list that gets the size of each batch tried."""
     backward, tried = Gradients.backward, []
 
     def limited(gradients: Gradients, task: GradientTask) -> GradientPart:
@@ -77,7 +77,7 @@ def gradients(trainer: Trainer, batch: Batch) -> torch.Tensor:
     ],
     ids=["gpu", "cpu", "onednn", "python"],
 )
-def test_a_batch_that_memory_does_not_hold_is_made_in_halves_and_the_update_stays_the_same(
+def test_a_batch_that_runs_out_of_memory_is_split_and_the_gradients_stay_the_same(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -93,7 +93,7 @@ def test_a_batch_that_memory_does_not_hold_is_made_in_halves_and_the_update_stay
         assert tried.count(batch.num_positions) == 1
         before = len(tried)
         torch.testing.assert_close(gradients(trainer, batch), expected, atol=1e-7, rtol=1e-5)
-        assert max(tried[before:]) <= batch.num_positions // 3  # it is not tried in vain again
+        assert max(tried[before:]) <= batch.num_positions // 3  # no retry of the failing size
     said = capsys.readouterr().err
     assert (
         f"memory   does not hold a batch of {len(batch.src_BS)} pairs; such batches are made in "
@@ -101,7 +101,7 @@ def test_a_batch_that_memory_does_not_hold_is_made_in_halves_and_the_update_stay
     )
 
 
-def test_a_training_short_of_memory_ends_like_one_that_is_not(
+def test_a_training_that_splits_batches_for_lack_of_memory_has_the_same_losses(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     settings = ["model.dropout=0.0", "training.log_every=1"]
@@ -113,7 +113,7 @@ def test_a_training_short_of_memory_ends_like_one_that_is_not(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_memory_that_does_not_hold_a_single_pair_is_an_error(
+def test_too_little_memory_for_a_single_pair_is_an_error(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     hold_at_most(monkeypatch, 1, MemoryError())
@@ -121,7 +121,7 @@ def test_memory_that_does_not_hold_a_single_pair_is_an_error(
         train(source, run=str(tmp_path / "run"))
 
 
-def test_another_error_is_not_taken_for_a_lack_of_memory(
+def test_another_runtime_error_is_not_treated_as_out_of_memory(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     tried = hold_at_most(monkeypatch, 1, RuntimeError("expected scalar type Float but found Half"))
@@ -130,7 +130,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(
     assert len(tried) == 1
 
 
-def test_the_largest_batches_are_tried_before_the_first_update(
+def test_the_memory_probe_runs_the_batches_of_most_positions_and_of_most_attention_weights(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     tried = hold_at_most(monkeypatch, 10**9, MemoryError())
@@ -152,7 +152,7 @@ def test_the_largest_batches_are_tried_before_the_first_update(
         assert all(parameter.grad is None for parameter in trainer.state.parameters)
 
 
-def test_trying_the_largest_batches_leaves_no_trace(
+def test_the_memory_probe_does_not_change_the_final_weights_or_the_metrics(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     with_trial = train(source, run=str(tmp_path / "with"))
@@ -163,7 +163,7 @@ def test_trying_the_largest_batches_leaves_no_trace(
 
 
 def in_little_memory(source: Path, directory: Path) -> None:
-    """Run out of a real limit; end with a status that says whether all is as it should be."""
+    """Exceed a real memory limit; assert that a split batch has the gradients of the whole one."""
     wide = ["training.batch_tokens=8000", "model.d_ff=4096", "model.dropout=0.0"]
     with trainer_of(source, directory, *wide) as trainer:
         batch = trainer.data.largest(8000)[0]
@@ -179,14 +179,16 @@ def in_little_memory(source: Path, directory: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_a_real_limit_of_memory_is_survived(tmp_path: Path) -> None:
+def test_a_batch_beyond_a_real_memory_limit_is_split_and_the_gradients_stay_the_same(
+    tmp_path: Path,
+) -> None:
     source = write_task(tmp_path, reverse_task, num_train=1500)
     assert run_in_child(in_little_memory, source, tmp_path) == 0
 
 
 @contextlib.contextmanager
 def files_at_most(num_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond a size: writing then fails as on a full disk."""
+    """Limit the size of files, so that writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -196,7 +198,7 @@ def files_at_most(num_bytes: int) -> Iterator[None]:
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Let the disk be full whenever one of these steps is saved."""
+    """Simulate a full disk whenever one of these steps is saved."""
     save = checkpoint.save
 
     def limited(directory: Path, *arguments: object) -> Path:
@@ -213,7 +215,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
-def test_a_full_disk_costs_a_checkpoint_and_the_training_goes_on(
+def test_a_full_disk_skips_a_checkpoint_and_training_continues(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -241,7 +243,7 @@ def test_a_full_disk_costs_a_checkpoint_and_the_training_goes_on(
     )
 
 
-def test_a_disk_that_is_full_at_the_end_keeps_the_last_checkpoint_and_says_how_to_go_on(
+def test_a_disk_that_is_full_at_the_end_is_an_error_that_names_the_checkpoint_to_resume_from(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     ample = train(source, *OFTEN, run=str(tmp_path / "ample"))
@@ -273,7 +275,7 @@ def test_a_signal_on_a_full_disk_does_not_claim_that_all_is_saved(
     )
 
 
-def test_metrics_that_the_disk_does_not_take_are_written_later(
+def test_metrics_that_a_full_disk_rejects_are_written_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -294,7 +296,7 @@ def metrics_of(path: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("num_bytes", [100, 3_000, 8_000, 20_000])
-def test_a_disk_that_is_full_while_tokenizing_leaves_nothing(
+def test_a_disk_that_is_full_while_tokenizing_leaves_no_files(
     source: Path, tmp_path: Path, cli: Cli, num_bytes: int
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -306,7 +308,9 @@ def test_a_disk_that_is_full_while_tokenizing_leaves_nothing(
     assert cli("tokenize", source, "--run", run.path).code == 0
 
 
-def test_a_config_that_the_disk_does_not_take_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_on_the_disk_leaves_the_old_file_unchanged(
+    tmp_path: Path,
+) -> None:
     source = write_task(tmp_path, reverse_task)
     config = config_file.load(source)
     before = contents(tmp_path)
@@ -316,7 +320,7 @@ def test_a_config_that_the_disk_does_not_take_leaves_the_old_one(tmp_path: Path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_stdout_that_takes_nothing_is_one_line(trained: RunDir, tmp_path: Path) -> None:
+def test_a_full_device_as_stdout_gives_a_one_line_error(trained: RunDir, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run(command, input=b"ba ce\n", stdout=full, stderr=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""A few dozen updates on Multi30k, where it is at hand: real text, from files to a score."""
+"""Sixty updates on Multi30k, if it is present: real text, from files to a score."""
 
 import json
 from itertools import islice

@@ -35,7 +35,7 @@ CHEAP = [
 
 
 class Command(NamedTuple):
-    """A command line of the README: its words, and what is piped into it."""
+    """A command line of the README: its words, and its stdin."""
 
     words: list[str]
     stdin: str
@@ -47,7 +47,7 @@ def blocks(*languages: str) -> list[str]:
 
 
 def commands() -> list[Command]:
-    """Return what the README's shell blocks run, without prompts, comments and output."""
+    """Return the commands of the README's shell blocks, without prompts, comments and output."""
     found = []
     for block in blocks("sh", "console", "bash", "shell"):
         is_session = any(line.startswith("$ ") for line in block.splitlines())
@@ -73,7 +73,7 @@ def split_pipe(line: str) -> list[str]:
 
 
 def of_mtrain() -> list[Command]:
-    """Return the mtrain commands, the verb first."""
+    """Return the mtrain commands without the program name."""
     return [
         Command(words[1:], stdin) for words, stdin in commands() if Path(words[0]).name == "mtrain"
     ]
@@ -101,7 +101,7 @@ def test_a_command_of_the_readme_parses(command: Command) -> None:
 
 
 @pytest.mark.parametrize("command", of_mtrain(), ids=shown)
-def test_a_config_that_a_command_of_the_readme_names_takes_its_overrides(
+def test_a_config_in_a_command_of_the_readme_loads_with_the_overrides_of_the_command(
     command: Command,
 ) -> None:
     overrides = [b for a, b in zip(command.words, command.words[1:], strict=False) if a == "--set"]
@@ -147,10 +147,10 @@ def small_copy(directory: Path) -> None:
         (directory / "configs" / path.name).write_bytes(path.read_bytes())
 
 
-def test_the_commands_of_the_readme_run_one_after_the_other(
+def test_the_commands_of_the_readme_run_in_sequence(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sketched: None, quick_init: None
 ) -> None:
-    """`mtrain demo` has made runs/demo by then; each training takes a single step more."""
+    """A prepared runs/demo replaces `mtrain demo`; each training adds a single step."""
     small_copy(tmp_path)
     monkeypatch.chdir(tmp_path)
     cheap = [word for setting in CHEAP for word in ("--set", setting)]
@@ -179,7 +179,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
 def test_the_python_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On a demo that is made smaller; its steps are cut in the text itself."""
+    """With a smaller corpus and model; `max_steps` is reduced in the code block itself."""
     small_copy(tmp_path)
     monkeypatch.chdir(tmp_path)
     config_file.save(config_file.load(Path("configs/demo.yaml"), CHEAP), Path("configs/demo.yaml"))

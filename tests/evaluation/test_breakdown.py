@@ -1,4 +1,4 @@
-"""A score is taken apart by length, by rare words, and line by line."""
+"""Scores by the length of the source, by the rarity of its words, and line by line."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,7 +21,7 @@ COMMON = dict.fromkeys(["four", "words", "are", "in", "here"], 5000)
 TRAINING = COMMON | {"one": 0, "two": 9, "three": 10, "five": 1000}
 
 
-def test_words_are_in_lower_case_and_without_the_marks_around_them() -> None:
+def test_words_are_lowercased_and_stripped_of_surrounding_punctuation() -> None:
     line = " \u201eDer Hund,  don't -- (E-Mail) 3,5% \u0939\u093f\u0928\u094d\u0926\u0940\u0964"
     assert breakdown.split_words(line, "words") == [
         *("der", "hund", "don't", "e-mail", "3,5"),
@@ -35,7 +35,7 @@ def test_lines_without_spaces_are_counted_in_characters() -> None:
     assert breakdown.unit_of(["中文句子", "很好", "a b"]) == "characters"
 
 
-def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
+def test_groups_by_length_contain_every_line_once_and_have_the_scores_of_their_lines() -> None:
     parts = break_down(TEST, "system", OUTPUT, OPTIONS, None)
     assert [(group.first, group.last, group.num_lines) for group in parts.by_length] == [
         (1, 1, 8),
@@ -52,7 +52,7 @@ def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
     assert parts.by_rarity is None
 
 
-def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
+def test_groups_by_rarity_are_formed_by_the_rarest_word_of_the_source() -> None:
     test = metrics.TestSet([*TEST.src, "..."], [[*TEST.refs[0], "..."]])
     parts = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, TRAINING)
     assert parts.by_rarity is not None
@@ -65,7 +65,7 @@ def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
     assert parts.by_length[0].first == 0
 
 
-def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() -> None:
+def test_best_and_worst_lines_are_ranked_by_chrf_with_longer_lines_first_on_ties() -> None:
     scores = line_scores(TEST, OUTPUT, OPTIONS)
     parts = break_down(TEST, "system", OUTPUT, OPTIONS, None)
     assert [example.line for example in parts.best] == [1, 6, 11, 16, 21]
@@ -84,7 +84,7 @@ def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() 
     )
 
 
-def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> None:
+def test_contrasts_are_the_lines_with_the_largest_gains_and_the_largest_losses() -> None:
     other = [*TEST.refs[0][:20], *["nothing"] * 20]
     contrasted = contrast(TEST, {"system": OUTPUT, "other": other}, "other", OPTIONS)
     ours, theirs = line_scores(TEST, OUTPUT, OPTIONS), line_scores(TEST, other, OPTIONS)
@@ -100,7 +100,7 @@ def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> 
     assert (contrasted.baseline, contrasted.system) == ("system", "other")
 
 
-def test_case_counts_in_lines_as_it_does_in_scores() -> None:
+def test_scores_of_lines_ignore_case_only_with_lowercase() -> None:
     upper = [line.upper() for line in TEST.refs[0]]
     assert max(line_scores(TEST, upper, OPTIONS)) < 100
     lowercased = ScoringOptions(lowercase=True)
@@ -108,7 +108,9 @@ def test_case_counts_in_lines_as_it_does_in_scores() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, shared: bool) -> None:
+def test_source_words_are_counted_in_the_training_pairs_of_the_run(
+    tmp_path: Path, shared: bool
+) -> None:
     tree = tiny_tree(tmp_path)
     tree["tokenizer"]["shared"] = shared
     tree["model"]["tie_embeddings"] = "decoder"

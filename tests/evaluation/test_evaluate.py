@@ -1,4 +1,4 @@
-"""A run is scored on its own test sets, as a page and as JSON."""
+"""A run is scored on its own test sets; the output is text or JSON."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def never(text: str) -> None:
     raise AssertionError(f"warned: {text}")
 
 
-def test_a_way_to_split_words_that_is_not_installed_is_one_line(
+def test_a_tokenizer_whose_package_is_missing_gives_a_one_line_error(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MeCab", "ipadic"):
@@ -46,7 +46,9 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
     assert result.scores == Scorer(result.lines, ScoringOptions()).score(result.hypotheses)
 
 
-def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: RunDir) -> None:
+def test_text_output_has_each_score_with_its_interval_and_its_signature(
+    cli: Cli, trained: RunDir
+) -> None:
     (result,) = evaluation.evaluate(trained, load(trained), never)
     outcome = cli("eval", trained.path)
     assert (outcome.code, outcome.err) == (0, "")
@@ -60,7 +62,7 @@ def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: Ru
     assert "|bs:1000|seed:12345|" in bleu.signature
 
 
-def test_without_resampling_there_is_no_interval_and_the_signature_says_so(
+def test_without_resampling_there_is_no_interval_and_no_bootstrap_in_the_signature(
     cli: Cli, trained: RunDir
 ) -> None:
     outcome = cli("eval", trained.path, "--resamples", "0", "--metrics", "chrf++")
@@ -71,7 +73,9 @@ def test_without_resampling_there_is_no_interval_and_the_signature_says_so(
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
-def test_scores_of_a_lower_precision_say_so(cli: Cli, trained: RunDir, precision: str) -> None:
+def test_scores_at_a_lower_precision_are_reported_with_that_precision(
+    cli: Cli, trained: RunDir, precision: str
+) -> None:
     arguments = [trained.path, "--resamples", "0", "--metrics", "bleu", "--precision", precision]
     outcome = cli("eval", *arguments)
     assert (outcome.code, outcome.err) == (0, "")
@@ -106,7 +110,7 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
     assert "|tok:none|" in outcome.out.decode()
 
 
-def test_a_target_without_spaces_is_scored_by_characters_unless_another_way_is_asked_for(
+def test_thai_is_scored_by_characters_unless_another_tokenizer_is_given(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     run = copied(trained, tmp_path / "th", "aa", "th")
@@ -133,7 +137,7 @@ def two_tests(trained: RunDir, tmp_path: Path) -> RunDir:
     return run
 
 
-def test_only_the_named_test_sets_are_scored_in_the_order_of_their_names(
+def test_only_the_named_test_sets_are_scored_in_the_given_order(
     cli: Cli, two_tests: RunDir
 ) -> None:
     def names(*options: str) -> list[str]:
@@ -150,7 +154,7 @@ def test_only_the_named_test_sets_are_scored_in_the_order_of_their_names(
     ]
 
 
-def test_a_test_set_that_a_run_has_not_is_refused_with_those_that_it_has(
+def test_an_unknown_test_set_is_refused_and_the_known_ones_are_listed(
     cli: Cli, noisy: RunDir
 ) -> None:
     said = f"mtrain: {noisy.path}: must have a test set 'dev', but has held_out instead.\n"
@@ -169,7 +173,7 @@ def test_a_run_without_test_sets_is_refused(cli: Cli, noisy: RunDir, tmp_path: P
         assert cli("eval", run.path, *options).err == said
 
 
-def test_a_test_set_whose_text_is_gone_is_named(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_a_missing_file_of_a_test_set_is_named(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
     for name in ("config.yaml", "model.safetensors"):
         (tmp_path / name).symlink_to(trained.path / name)
     (tmp_path / "tokenizer").symlink_to(trained.tokenizer_dir)

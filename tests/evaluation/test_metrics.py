@@ -1,4 +1,4 @@
-"""Scores are sacreBLEU's: those of its command on the same files, to the last digit."""
+"""Scores equal those of the sacrebleu command on the same files, to the last digit."""
 
 import json
 import logging
@@ -44,12 +44,12 @@ ALL = ("bleu", "chrf", "chrf++", "ter")
 def scores_of(
     hypotheses: list[str], references: list[str], options: ScoringOptions
 ) -> list[metrics.Score]:
-    """Score lines whose sources, which COMET alone reads, are their references."""
+    """Score lines; the references are also the sources, which only COMET reads."""
     return Scorer(metrics.TestSet(references, [references]), options).score(hypotheses)
 
 
 def noisy_copy(lines: list[str], seed: int, rate: float) -> list[str]:
-    """Replace a share of the words by others."""
+    """Replace a share of the words by random words."""
     rng = random.Random(seed)
     return [
         " ".join(rng.choice(WORDS) if rng.random() < rate else word for word in line.split())
@@ -81,7 +81,7 @@ def by_command(directory: Path, systems: list[list[str]], *options: str) -> str:
 @pytest.mark.parametrize(
     ("num_different", "is_ignored"), [(1, True), (3, True), (59, True), (60, False), (300, False)]
 )
-def test_a_model_that_writes_the_same_for_most_sources_ignores_its_source(
+def test_a_model_with_few_different_translations_is_reported_as_ignoring_its_source(
     num_different: int, is_ignored: bool
 ) -> None:
     src, refs = ([f"{side} {number}" for number in range(300)] for side in ("source", "reference"))
@@ -94,7 +94,7 @@ def test_a_model_that_writes_the_same_for_most_sources_ignores_its_source(
     assert ignored_source(src, refs, hypotheses) == (expected if is_ignored else None)
 
 
-def test_few_different_references_or_sources_are_no_sign_of_an_ignored_source() -> None:
+def test_few_different_references_or_sources_are_not_reported_as_an_ignored_source() -> None:
     assert ignored_source([], [], []) is None
     src, same = [f"source {number}" for number in range(300)], ["yes"] * 300
     assert ignored_source(src, [f"{number % 9}" for number in range(300)], same) is None
@@ -105,7 +105,7 @@ def test_few_different_references_or_sources_are_no_sign_of_an_ignored_source() 
 
 
 @pytest.mark.parametrize("lowercase", [False, True])
-def test_scores_intervals_and_signatures_are_those_of_the_sacrebleu_command(
+def test_scores_intervals_and_signatures_equal_those_of_the_sacrebleu_command(
     tmp_path: Path, lowercase: bool
 ) -> None:
     shown = json.loads(
@@ -130,10 +130,8 @@ def test_scores_intervals_and_signatures_are_those_of_the_sacrebleu_command(
 
 
 @pytest.mark.parametrize("lines", [ONE, LINES], ids=["with faults", "perfect"])
-def test_a_score_is_shown_as_the_sacrebleu_command_shows_it(
-    tmp_path: Path, lines: list[str]
-) -> None:
-    """That of no fault at all is zero, and has no interval."""
+def test_a_score_is_printed_as_by_the_sacrebleu_command(tmp_path: Path, lines: list[str]) -> None:
+    """A TER without any error is 0.00, and has no interval."""
     options = ("-m", "chrf", "ter", "--chrf-word-order", "2", "-ci", "-cin", "200", "-w", "2")
     shown = by_command(tmp_path, [lines], *options, "-f", "text", "--no-color")
     scores = scores_of(lines, LINES, ScoringOptions(metrics=["chrf++", "ter"], num_resamples=200))
@@ -144,17 +142,17 @@ def test_a_score_is_shown_as_the_sacrebleu_command_shows_it(
 
 
 @pytest.mark.parametrize(("kind", "trials"), [("bs", "1000"), ("ar", "10000")])
-def test_paired_tests_are_those_of_the_sacrebleu_command(
+def test_paired_tests_have_the_p_values_and_signatures_of_the_sacrebleu_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trials: str
 ) -> None:
     monkeypatch.setenv("SACREBLEU_SEED", "7")
     systems = [ONE, TWO, THREE]
-    told = ["bleu"] if kind == "bs" else ["bleu", "chrf"]  # others are float32, which fails there
+    told = ["bleu"] if kind == "bs" else ["bleu", "chrf"]  # JSON cannot hold the others' float32
     shown = json.loads(by_command(tmp_path, systems, "-m", *told, f"--paired-{kind}"))
     outputs = {str(place): lines for place, lines in enumerate(systems)}
     options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
     scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
-    scorer.score(ONE)  # whose resampling is none of the tests'
+    scorer.score(ONE)  # its resampling must not affect the tests
     comparisons = {
         (comparison.metric, comparison.system): comparison
         for comparison in significance.compare(scorer, outputs)
@@ -183,7 +181,7 @@ def test_paired_tests_are_those_of_the_sacrebleu_command(
     assert text.rstrip().endswith(f" {signature}")
 
 
-def test_a_run_is_scored_as_the_sacrebleu_command_scores_its_files(
+def test_a_run_has_the_scores_that_the_sacrebleu_command_gives_its_files(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     test = trained.data_dir / "tests" / "held_out"
@@ -215,7 +213,7 @@ def by_sacrebleu(options: ScoringOptions) -> list[float]:
 
 @pytest.mark.parametrize("tokenize", [None, "13a", "none", "intl", "char", "zh"])
 @pytest.mark.parametrize("lowercase", [False, True])
-def test_scores_equal_those_of_sacrebleu(tokenize: str | None, lowercase: bool) -> None:
+def test_scores_equal_those_of_the_sacrebleu_library(tokenize: str | None, lowercase: bool) -> None:
     options = ScoringOptions(tokenize, lowercase)
     scores = scores_of(HYPOTHESES, REFERENCES, options)
     assert [score.metric for score in scores] == ["BLEU", "chrF2"]
@@ -228,13 +226,13 @@ def test_scores_equal_those_of_sacrebleu(tokenize: str | None, lowercase: bool) 
     ]
 
 
-def test_the_options_matter() -> None:
+def test_the_tokenizer_and_lowercasing_change_the_bleu_score() -> None:
     options = [ScoringOptions(), ScoringOptions("none"), ScoringOptions(lowercase=True)]
     values = {scores_of(HYPOTHESES, REFERENCES, each)[0].value for each in options}
     assert len(values) == 3
 
 
-def test_bleu_alone_is_the_default_bleu_and_knows_a_perfect_score() -> None:
+def test_the_bleu_function_gives_the_default_bleu_and_100_for_the_references() -> None:
     assert metrics.bleu(HYPOTHESES, REFERENCES, "en") == by_sacrebleu(ScoringOptions())[0]
     assert metrics.bleu(REFERENCES, REFERENCES, "en") == pytest.approx(100.0)
     assert metrics.bleu([""] * 5, REFERENCES, "en") == 0.0
@@ -264,7 +262,7 @@ def test_a_target_language_without_spaces_has_its_own_tokenizer(
     assert ScoringOptions(metrics=["chrf"]).for_language(tgt_lang).tokenize is None
 
 
-def test_bleu_of_lines_without_spaces_counts_what_is_right_in_them() -> None:
+def test_chinese_bleu_is_near_0_with_the_english_tokenizer_and_above_60_with_its_own() -> None:
     references = ["我在公园里看见一只小狗。", "他每天早上都去学校。"]
     hypotheses = ["我在公园里看见一只大狗。", "他每天晚上都去学校。"]
     assert metrics.bleu(hypotheses, references, "en") < 0.01
@@ -274,14 +272,14 @@ def test_bleu_of_lines_without_spaces_counts_what_is_right_in_them() -> None:
 
 
 @pytest.mark.usefixtures("no_mecab")
-def test_bleu_by_characters_is_noise_up_to_what_one_sentence_for_all_reaches() -> None:
+def test_the_bleu_of_one_sentence_for_all_lines_is_below_the_noise_bleu() -> None:
     assert [metrics.noise_bleu(code) for code in ("en", "zh", "th", "ja")] == [3, 10, 20, 20]
     for line in LINES[:20]:
         assert metrics.bleu([line] * len(LINES), LINES, "th") < metrics.noise_bleu("th")
 
 
 @pytest.mark.usefixtures("no_mecab")
-def test_the_note_on_a_tokenizer_says_what_a_better_one_needs() -> None:
+def test_the_note_on_a_tokenizer_names_the_package_of_a_better_one() -> None:
     assert metrics.tokenizer_note("en") is metrics.tokenizer_note("ko") is None
     assert metrics.tokenizer_note("th") == "BLEU's tokenizer for th is char"
     assert metrics.tokenizer_note("ja") == (
@@ -289,7 +287,7 @@ def test_the_note_on_a_tokenizer_says_what_a_better_one_needs() -> None:
     )
 
 
-def test_where_its_package_is_installed_japanese_is_scored_by_words(
+def test_japanese_and_korean_use_a_mecab_tokenizer_if_it_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metrics, "BLEU", lambda tokenize: None)
@@ -298,7 +296,7 @@ def test_where_its_package_is_installed_japanese_is_scored_by_words(
     assert metrics.tokenizer_note("ja") == "BLEU's tokenizer for ja is ja-mecab"
 
 
-def test_text_that_looks_tokenized_is_scored_without_a_lecture(
+def test_text_that_looks_tokenized_is_scored_without_a_warning(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenized = ["a b c d ."] * 200
@@ -307,14 +305,14 @@ def test_text_that_looks_tokenized_is_scored_without_a_lecture(
     assert caplog.text == ""
 
 
-def test_an_unknown_way_to_split_words_names_the_known_ones() -> None:
+def test_an_unknown_tokenizer_is_refused_and_the_known_ones_are_listed() -> None:
     with pytest.raises(ConfigError) as error:
         ScoringOptions("14b")
     known = ", ".join(sorted(sacrebleu.BLEU.TOKENIZERS))
     assert str(error.value) == f"`--tokenize` must be one of {known}, but is '14b' instead."
 
 
-def test_a_tokenizer_that_is_not_installed_is_one_line_that_says_what_to_install(
+def test_a_tokenizer_whose_package_is_missing_is_an_error_that_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
@@ -326,14 +324,14 @@ def test_a_tokenizer_that_is_not_installed_is_one_line_that_says_what_to_install
     assert "\\n" not in said
 
 
-def test_metrics_come_in_the_order_of_their_names_and_once() -> None:
+def test_metrics_are_scored_once_each_in_the_given_order() -> None:
     names = [
         score.metric for score in scores_of(ONE, LINES, ScoringOptions(metrics=(*ALL[::-1], "ter")))
     ]
     assert names == ["TER", "chrF2++", "chrF2", "BLEU"]
 
 
-def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
+def test_a_scorer_shared_by_two_systems_gives_the_scores_of_one_scorer_per_system() -> None:
     options = ScoringOptions(metrics=ALL)
     scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
     both = [scorer.score(ONE), scorer.score(TWO)]
@@ -369,7 +367,7 @@ def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
         ({"num_resamples": 39}, "`--resamples` must be 0 or at least 40, but is 39 instead."),
     ],
 )
-def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_scoring_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         ScoringOptions(**options)
     assert str(error.value) == said
@@ -416,7 +414,7 @@ def load_from_checkpoint(checkpoint_path, reload_hparams=False, strict=False,
 
 @pytest.fixture
 def comet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Put a package on the path that has COMET's functions; return the folder of a model."""
+    """Put a fake package `comet` on the path; return the folder of a model."""
     package = tmp_path / "packages" / "comet"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(FAKE_COMET)
@@ -430,7 +428,7 @@ def comet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("comet", None)
 
 
-def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
+def test_comet_has_intervals_and_paired_tests_like_the_other_metrics(comet: Path) -> None:
     model = CometModel(comet)
     model.load()
     options = ScoringOptions(metrics=["bleu"], comet=model)
@@ -453,7 +451,7 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     assert compared[0].p_randomization > compared[1].p_randomization
 
 
-def test_a_score_of_comet_is_shown_with_four_digits_and_any_other_with_two() -> None:
+def test_a_comet_score_is_printed_with_four_decimals_and_a_bleu_score_with_two() -> None:
     comet, bleu = (
         metrics.Score(name, 0.81234, "", mean=0.81236, half_width=0.01)
         for name in ("COMET", "BLEU")
@@ -462,7 +460,7 @@ def test_a_score_of_comet_is_shown_with_four_digits_and_any_other_with_two() -> 
     assert bleu.format() == "0.81 (μ = 0.81 ± 0.01)"
 
 
-def test_comet_reads_a_line_once_and_leaves_logging_and_the_screen_alone(
+def test_comet_scores_a_line_once_prints_nothing_and_leaves_the_root_logger_unchanged(
     comet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = logging.getLogger()
@@ -478,7 +476,7 @@ def test_comet_reads_a_line_once_and_leaves_logging_and_the_screen_alone(
     assert capsys.readouterr() == ("", "")
 
 
-def test_comet_is_asked_for_on_the_command_line_by_the_path_of_a_model(
+def test_the_comet_option_of_eval_takes_the_path_of_a_model(
     cli: Cli, noisy: RunDir, comet: Path
 ) -> None:
     outcome = cli("eval", noisy.path, "--comet", comet, "--metrics", "bleu", "--device", "cpu")
@@ -490,7 +488,7 @@ def test_comet_is_asked_for_on_the_command_line_by_the_path_of_a_model(
     assert "|model:wmt22-comet-da@" in signature
 
 
-def test_without_the_package_or_the_model_one_line_says_what_to_do(
+def test_a_missing_comet_package_or_model_gives_a_one_line_error(
     cli: Cli, noisy: RunDir, comet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(path: Path) -> str:

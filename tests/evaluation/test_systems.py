@@ -1,4 +1,4 @@
-"""Several systems on one test set: seeds, comparisons, details, and what does not fit together."""
+"""Several systems on one test set: seeds, comparisons, details, and refused combinations."""
 
 import json
 import os
@@ -32,7 +32,7 @@ Changed = Callable[..., RunDir]
 
 @pytest.fixture
 def changed(noisy: RunDir, tmp_path: Path) -> Changed:
-    """Make copies of a run with other settings and other text of its test set."""
+    """Return a function that copies a run with other settings or another test set."""
 
     def make(
         name: str, src: Any = None, tgt: Any = None, origin: RunDir = noisy, **keys: Any
@@ -61,7 +61,7 @@ def error_line(outcome: Any) -> str:
 
 
 def without_warnings_of_lines(outcome: Any) -> list[str]:
-    """What is said on stderr, but for what looks wrong about the translations of noise."""
+    """Return the lines of stderr without the warnings about poor translations."""
     return [line for line in outcome.err.splitlines() if not line.startswith("mtrain: held_out: ")]
 
 
@@ -103,7 +103,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     assert len(lines) == 8
 
 
-def test_a_system_that_differs_in_nothing_is_no_different(
+def test_a_system_with_identical_output_has_difference_0_and_p_values_of_1(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     outcome = cli("translate", trained.path, "--beam", "1", stdin="\n".join(SOURCES).encode())
@@ -150,7 +150,7 @@ def test_runs_of_several_seeds_have_a_mean_and_a_standard_deviation(
     assert len(lines) == 6
 
 
-def test_runs_of_one_seed_are_told_apart_from_runs_of_several(
+def test_two_runs_with_the_same_seed_give_a_warning(
     cli: Cli, noisy: RunDir, changed: Changed
 ) -> None:
     same = changed("same")
@@ -160,7 +160,7 @@ def test_runs_of_one_seed_are_told_apart_from_runs_of_several(
     assert without_warnings_of_lines(outcome) == said
 
 
-def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
+def test_details_have_scores_by_length_and_by_rarity_and_the_best_and_worst_lines(
     cli: Cli, trained: RunDir, noisy: RunDir
 ) -> None:
     arguments = ["eval", trained.path, "--compare", noisy.path, "--metrics", "chrf", "--details"]
@@ -180,7 +180,7 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
         lines, lines_of_group = [SOURCES[row] for row in rows], [hypotheses[row] for row in rows]
         (score,) = Scorer(metrics.TestSet([], [lines]), options).score(lines_of_group)
         assert group["scores"] == {"chrF2": score.value}
-    (common,) = details["by_rarity"]  # every word stands in most of the 1,500 training pairs
+    (common,) = details["by_rarity"]  # every word occurs in most of the 1,500 training pairs
     assert (common["first"], common["last"], common["num_lines"]) == (100, 999, 40)
     assert details["best"][0]["translations"][0]["score"] == 100.0
     worst = details["worst"][0]
@@ -201,7 +201,7 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
     assert "\n  better lines, by chrF2: none\n" in text
 
 
-def test_without_the_training_pairs_rare_words_are_said_to_be_unknown(
+def test_without_training_pairs_scores_by_rare_words_are_reported_as_not_known(
     cli: Cli, noisy: RunDir, changed: Changed
 ) -> None:
     run = changed("moved")
@@ -213,7 +213,7 @@ def test_without_the_training_pairs_rare_words_are_said_to_be_unknown(
     assert tree["details"][str(run.path)]["by_rarity"] is None
 
 
-def test_training_pairs_that_are_damaged_are_one_line(
+def test_damaged_training_pairs_give_a_one_line_error(
     cli: Cli, trained: RunDir, changed: Changed
 ) -> None:
     run = changed("damaged", origin=trained)
@@ -267,7 +267,7 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
         assert error_line(cli("eval", run, *options)) == said
 
 
-def test_references_that_differ_in_case_are_the_same_where_case_does_not_count(
+def test_references_that_differ_only_in_case_are_accepted_with_lowercase(
     cli: Cli, noisy: RunDir, changed: Changed
 ) -> None:
     upper = changed("upper", tgt=[line.upper() for line in SOURCES]).path
@@ -297,9 +297,7 @@ def test_a_file_of_translations_needs_one_test_set(
     assert json.loads(outcome.out)["short"]["scores"][1]["value"] == pytest.approx(100)
 
 
-def test_translations_may_come_from_a_pipe_which_can_be_read_but_once(
-    cli: Cli, noisy: RunDir
-) -> None:
+def test_translations_to_compare_may_come_from_a_pipe(cli: Cli, noisy: RunDir) -> None:
     reader, writer = os.pipe()
     os.write(writer, "\n".join(SOURCES).encode())
     os.close(writer)
@@ -310,7 +308,7 @@ def test_translations_may_come_from_a_pipe_which_can_be_read_but_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="every name is text there")
-def test_a_file_whose_name_is_no_text_is_shown_with_escapes(
+def test_a_file_name_that_is_not_utf8_is_printed_with_escapes(
     cli: Cli, noisy: RunDir, tmp_path: Path
 ) -> None:
     path = write(tmp_path / os.fsdecode(b"latin-\xe9.de"), SOURCES)
@@ -319,7 +317,7 @@ def test_a_file_whose_name_is_no_text_is_shown_with_escapes(
     assert "latin-\\udce9.de" in outcome.out.decode()
 
 
-def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
+def test_eval_splits_long_lines_and_warns_as_translate_does(
     cli: Cli,
     trained: RunDir,
     changed: Changed,
@@ -345,7 +343,7 @@ def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
     assert [record["worse"] for record in tree["contrasts"]] == [[]]
 
 
-def test_a_page_fits_a_terminal_whatever_the_lines_hold(
+def test_details_fit_80_columns_for_odd_lines_and_control_characters_are_escaped(
     cli: Cli, changed: Changed, tmp_path: Path
 ) -> None:
     odd = ["\x1b[31mred " + "long " * 100, "", "x" * 500, "\u202eba", "中文句子" * 40, *SOURCES[5:]]
@@ -366,7 +364,9 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
-def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: RunDir) -> None:
+def test_evaluating_the_only_test_set_by_name_equals_evaluating_all_test_sets(
+    noisy: RunDir,
+) -> None:
     translator = load(noisy)
     some, whole = (
         evaluation.evaluate_systems(
@@ -377,7 +377,7 @@ def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: Run
     assert some == whole
 
 
-def test_a_text_with_several_references_is_scored_as_sacrebleu_does(
+def test_a_text_with_two_references_has_the_scores_of_the_sacrebleu_command(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     src = write(tmp_path / "news.aa", SOURCES[:9])
@@ -416,7 +416,7 @@ def test_a_text_is_compared_and_scored_like_a_test_set(
     ]
 
 
-def test_a_text_and_references_that_do_not_fit_are_refused(
+def test_invalid_combinations_of_a_text_references_and_options_are_refused(
     cli: Cli, noisy: RunDir, tmp_path: Path
 ) -> None:
     src, short, void = (
@@ -447,7 +447,7 @@ def test_a_text_and_references_that_do_not_fit_are_refused(
         assert error_line(cli("eval", noisy.path, *options)) == said
 
 
-def test_a_test_set_that_the_config_names_anew_is_added_and_scored(
+def test_a_test_set_that_is_new_in_the_config_is_added_to_the_run_and_scored(
     cli: Cli, changed: Changed, tmp_path: Path
 ) -> None:
     run = changed("more")

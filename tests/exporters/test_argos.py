@@ -1,4 +1,4 @@
-"""A package for Argos Translate is what that program installs, and translates as the run does."""
+"""A package for Argos Translate can be installed there, and translates as the run does."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def read_json(package: Path, name: str) -> Any:
         return json.loads(archive.read(f"{TOP}/{name}"))
 
 
-def test_a_package_has_what_argos_translate_looks_for(
+def test_a_package_has_the_files_and_the_metadata_that_argos_translate_reads(
     cli: Cli, trained: RunDir, tmp_path: Path, without_argos: None
 ) -> None:
     package = tmp_path / "new" / "aa_bb.argosmodel"
@@ -80,7 +80,7 @@ def test_a_package_has_what_argos_translate_looks_for(
     }
 
 
-def test_without_argos_translate_the_table_says_what_was_not_compared(
+def test_without_argos_translate_the_table_says_that_its_text_was_not_compared(
     cli: Cli, trained: RunDir, tmp_path: Path, without_argos: None
 ) -> None:
     package = tmp_path / "aa_bb.argosmodel"
@@ -92,7 +92,7 @@ def test_without_argos_translate_the_table_says_what_was_not_compared(
 
 @pytest.fixture
 def other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another argostranslate, whose `translate` every test writes."""
+    """A fake argostranslate; return the path of its `translate`, which each test writes."""
     need("argos")
     folder = tmp_path / "site" / "argostranslate"
     folder.mkdir(parents=True)
@@ -127,7 +127,7 @@ SPLITTER += "    def split_sentences(self, line): return [line]\n"
         ("raise ValueError('no model')", "argostranslate cannot translate with the package: Value"),
     ],
 )
-def test_a_package_that_argos_translates_in_another_way_is_not_written(
+def test_a_package_that_argos_translates_differently_or_not_at_all_is_not_written(
     cli: Cli, trained: RunDir, tmp_path: Path, other_program: Path, code: str, message: str
 ) -> None:
     other_program.write_text(f"{SPLITTER}{code}\n")
@@ -178,7 +178,9 @@ print(installed.package_path.name)
 """
 
 
-def test_no_package_of_the_public_index_replaces_one(trained: RunDir, tmp_path: Path) -> None:
+def test_an_update_from_the_public_index_does_not_replace_an_installed_package(
+    trained: RunDir, tmp_path: Path
+) -> None:
     need_argos()
     package = tmp_path / "aa_bb.argosmodel"
     export.export(trained, package, ExportRequest("argos", None, 2, None, False), print)
@@ -194,7 +196,7 @@ def test_no_package_of_the_public_index_replaces_one(trained: RunDir, tmp_path: 
     assert done.stdout == f"{TOP}\n", done.stderr
 
 
-def test_what_argos_translate_does_to_text_by_itself_is_named(tmp_path: Path) -> None:
+def test_changes_that_argos_translate_itself_makes_to_the_text_are_noted(tmp_path: Path) -> None:
     need_argos()
     translator = random_model(tie_embeddings="none", num_decoder_layers=1)
     norm = translator.model.decoder[0].residual_3.norm
@@ -217,7 +219,7 @@ def test_what_argos_translate_does_to_text_by_itself_is_named(tmp_path: Path) ->
     )
 
 
-def test_a_package_holds_the_weights_exactly(tmp_path: Path) -> None:
+def test_a_package_has_the_outputs_and_scores_of_the_model(tmp_path: Path) -> None:
     need("argos")
     check_exact(random_model(norm="pre", positions="learned", max_positions=96), "argos", tmp_path)
 
@@ -231,7 +233,7 @@ def test_two_vocabularies_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_package_is_named_as_one_and_replaces_nothing(
+def test_a_package_needs_the_argosmodel_suffix_and_replaces_no_file(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     outcome = cli("export", trained.path, tmp_path / "new", "--to", "argos")
@@ -280,7 +282,9 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("sentences", SPLIT, ids=lambda sentences: sentences[0])
-def test_the_splitter_follows_its_rule(sentences: list[str]) -> None:
+def test_the_sentence_splitter_finds_the_expected_sentences_in_onnx_runtime(
+    sentences: list[str],
+) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     session = onnxruntime.InferenceSession(splitter(LETTERS, "en"))
     metadata = session.get_modelmeta().custom_metadata_map
@@ -296,7 +300,9 @@ def test_the_splitter_follows_its_rule(sentences: list[str]) -> None:
 
 
 @pytest.mark.parametrize("sentences", SPLIT, ids=lambda sentences: sentences[0])
-def test_minisbd_reads_the_splitter(sentences: list[str], tmp_path: Path) -> None:
+def test_minisbd_finds_the_expected_sentences_with_the_sentence_splitter(
+    sentences: list[str], tmp_path: Path
+) -> None:
     minisbd = pytest.importorskip("minisbd", reason="minisbd is not installed")
     path = tmp_path / "en.onnx"
     path.write_bytes(splitter(LETTERS, "en"))

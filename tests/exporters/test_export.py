@@ -1,4 +1,4 @@
-"""What other libraries are given translates as the run does, or is refused, and is checked."""
+"""Exports translate as the run does, unsupported models are refused, and exports are checked."""
 
 import contextlib
 import hashlib
@@ -69,7 +69,7 @@ class Exported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
-    """Exports of the copy task, made when they are asked for."""
+    """Exports of the copy task, each made on first access."""
 
     class Made(dict[str, Exported]):
         def __missing__(self, name: str) -> Exported:
@@ -87,7 +87,7 @@ def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[
 # A whole export
 
 
-def test_a_trained_model_is_the_same_in_other_hands(
+def test_an_exported_model_has_the_tokens_outputs_and_scores_of_the_run(
     exported: dict[str, Exported], library: Library
 ) -> None:
     directory, report = exported[library]
@@ -106,7 +106,7 @@ def test_a_trained_model_is_the_same_in_other_hands(
     assert export.as_text(report)[0] in (directory / "README.md").read_text("utf-8")
 
 
-def test_the_folders_hold_what_the_libraries_look_for(
+def test_an_export_folder_has_the_files_that_its_library_reads(
     exported: dict[str, Exported], library: Library
 ) -> None:
     names = {path.name for path in exported[library].directory.iterdir()}
@@ -125,7 +125,7 @@ def test_the_folders_hold_what_the_libraries_look_for(
     assert len(modes) == 1, "all files have the same permissions"
 
 
-def test_the_lines_of_python_on_the_page_translate(
+def test_the_python_example_of_the_model_card_translates_as_the_run_does(
     exported: dict[str, Exported],
     library: Library,
     trained: RunDir,
@@ -156,7 +156,7 @@ def test_the_lines_of_python_on_the_page_translate(
         ("huggingface bfloat16", 0.6),
     ],
 )
-def test_a_quantised_model_is_smaller_and_says_what_it_costs(
+def test_a_quantised_export_is_smaller_and_reports_the_difference_in_bleu(
     exported: dict[str, Exported], name: str, part: float
 ) -> None:
     library, _, quantization = name.partition(" ")
@@ -175,7 +175,7 @@ def test_a_quantised_model_is_smaller_and_says_what_it_costs(
 # A shortlist
 
 
-def test_a_shortlist_is_written_for_ctranslate2_which_ranks_nothing_else(
+def test_a_shortlist_is_written_and_ctranslate2_generates_only_its_tokens(
     trained: RunDir, tmp_path: Path
 ) -> None:
     need("ctranslate2")
@@ -192,7 +192,7 @@ def test_a_shortlist_is_written_for_ctranslate2_which_ranks_nothing_else(
     assert len(lines) == 1 + len(translator.tokenizer.src)
     keys = [line.split("\t")[0] for line in lines]
     assert keys == ["", *translator.tokenizer.src.pieces_of(range(len(lines) - 1))]
-    # one token is left for all lines, and eos
+    # a shortlist of one token for all lines; eos is always allowed
     tgt = translator.tokenizer.tgt
     piece = tgt.pieces_of([tgt.encode(["ba"])[0][0]])[0]
     (directory / "vmap.txt").write_text(f"\t{piece}\n", "utf-8")
@@ -201,7 +201,7 @@ def test_a_shortlist_is_written_for_ctranslate2_which_ranks_nothing_else(
     assert {*tgt.pieces_of(found.ids)} <= {piece, "<unk>"}
 
 
-def test_a_shortlist_is_for_ctranslate2_alone(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_a_shortlist_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
     need("huggingface")
     outcome = cli("export", trained.path, tmp_path / "out", "--to", "huggingface", "--shortlist")
     assert outcome.code == 2 and not (tmp_path / "out").exists()
@@ -232,18 +232,22 @@ def named(variant: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS + OTHER_VARIANTS, ids=named)
-def test_a_variant_is_exact_in_ctranslate2(variant: dict[str, object], tmp_path: Path) -> None:
+def test_a_variant_has_the_outputs_and_scores_of_mtrain_in_ctranslate2(
+    variant: dict[str, object], tmp_path: Path
+) -> None:
     need("ctranslate2")
     check_exact(random_model(**variant), "ctranslate2", tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)
-def test_a_variant_is_exact_in_transformers(variant: dict[str, object], tmp_path: Path) -> None:
+def test_a_variant_has_the_outputs_and_scores_of_mtrain_in_transformers(
+    variant: dict[str, object], tmp_path: Path
+) -> None:
     need("huggingface")
     check_exact(random_model(**variant), "huggingface", tmp_path)  # type: ignore[arg-type]
 
 
-def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Path) -> None:
+def test_in_float64_the_log_probs_of_transformers_equal_those_of_mtrain(tmp_path: Path) -> None:
     need("huggingface")
     translator = random_model(tie_embeddings="none")
     copy = copied(translator, "huggingface", tmp_path)
@@ -254,7 +258,7 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
         d_model = table.shape[1]
         order = [*range(0, d_model, 2), *range(1, d_model, 2)]
         exact = sinusoids(len(table), d_model)[:, order]
-        assert (table - exact).abs().max() < 1e-4  # theirs are rounded to float32
+        assert (table - exact).abs().max() < 1e-4  # those of transformers are rounded to float32
         table.data.copy_(exact)
     translator.model.double()
     sources = translator.tokenizer.encode_src(LINES.src)
@@ -274,7 +278,7 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
         ),
         (
             "huggingface",
-            {"attention_window": 3},  # which the other library does not hold either
+            {"attention_window": 3},  # which neither library supports
             "MarianMTModel, which attends to all positions, but is 3 instead",
         ),
         (
@@ -289,14 +293,14 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
         ),
     ],
 )
-def test_a_variant_that_a_library_cannot_hold_is_refused_by_name(
+def test_a_variant_that_a_library_does_not_support_is_refused_with_the_reason(
     library: Library, variant: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         copied(random_model(**variant), library, tmp_path)  # type: ignore[arg-type]
 
 
-def test_a_refusal_names_the_libraries_that_hold_the_model(
+def test_a_refusal_names_the_libraries_that_support_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = settings().model_copy(update={"model": model_config(norm="pre")})
@@ -311,7 +315,7 @@ def test_a_refusal_names_the_libraries_that_hold_the_model(
         export.check_supported("huggingface", held)
 
 
-def test_the_page_says_which_models_a_library_holds() -> None:
+def test_the_documented_table_of_supported_models_matches_the_exporters() -> None:
     page = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text("utf-8")
     table = page.partition("## Which models\n\n")[2].partition("\n\n")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
@@ -332,7 +336,7 @@ def test_the_page_says_which_models_a_library_holds() -> None:
     )
 
 
-def test_what_is_said_of_learned_positions_is_true(tmp_path: Path) -> None:
+def test_transformers_saves_no_position_table_of_a_marian_model(tmp_path: Path) -> None:
     need("huggingface")
     copy = copied(random_model(tie_embeddings="all"), "huggingface", tmp_path)
     assert isinstance(copy, MarianModel)
@@ -356,10 +360,10 @@ def long_pair(translator: Translator, num_pieces: int) -> tuple[Ids, Ids]:
     [{"tie_embeddings": "all"}, {"positions": "learned", "max_positions": 40}],
     ids=named,
 )
-def test_a_source_beyond_the_usual_cut_is_read_whole(
+def test_a_source_longer_than_the_default_limit_of_ctranslate2_is_not_truncated(
     variant: dict[str, object], tmp_path: Path
 ) -> None:
-    """CTranslate2 cuts after 1,024 pieces unless told not to; learned positions end before."""
+    """CTranslate2 truncates after 1,024 tokens by default; the learned table has 40 positions."""
     need("ctranslate2")
     translator = random_model(**variant)  # type: ignore[arg-type]
     copy = copied(translator, "ctranslate2", tmp_path)
@@ -375,7 +379,9 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
     assert hypothesis.ids == searcher.search(sources, 1)[0][: len(hypothesis.ids)]
 
 
-def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_path: Path) -> None:
+def test_the_exported_model_takes_a_source_of_the_maximum_length_of_the_config(
+    library: Library, tmp_path: Path
+) -> None:
     max_tokens = {"ctranslate2": 4200, "huggingface": 1100}[library]
     translator = random_model(tie_embeddings="all")
     tokenizer, config = translator.tokenizer, settings()
@@ -388,7 +394,7 @@ def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_
     assert hypothesis.ids
 
 
-def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
+def test_a_source_longer_than_the_position_table_is_an_error(
     exported: dict[str, Exported], library: Library
 ) -> None:
     directory = exported[library].directory
@@ -400,7 +406,7 @@ def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
         copy.search(sources, 1, [2])
 
 
-def test_padding_and_bos_are_never_written(library: Library, tmp_path: Path) -> None:
+def test_padding_and_bos_are_never_generated(library: Library, tmp_path: Path) -> None:
     translator = random_model(tie_embeddings="none", num_decoder_layers=1)
     norm = translator.model.decoder[0].residual_3.norm
     with torch.no_grad():
@@ -415,7 +421,7 @@ def test_padding_and_bos_are_never_written(library: Library, tmp_path: Path) -> 
             assert hypothesis.ids and not {tgt.pad, tgt.bos} & set(hypothesis.ids)
 
 
-def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
+def test_odd_text_is_encoded_and_decoded_as_by_mtrain(
     exported: dict[str, Exported], library: Library, trained: RunDir
 ) -> None:
     directory = exported[library].directory
@@ -427,7 +433,7 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
     assert [a for a, b in texts if a.strip() != b.replace("▁", " ").strip()] == []
 
 
-def test_the_limit_of_an_output_is_one_that_a_caller_can_replace(
+def test_a_caller_can_override_the_limit_of_output_length_in_transformers(
     exported: dict[str, Exported],
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -443,7 +449,7 @@ def test_the_limit_of_an_output_is_one_that_a_caller_can_replace(
     transformers.utils.logging.enable_propagation()
     try:
         cut = copy.model.generate(**batch, max_new_tokens=2)
-        copy.model.generation_config.suppress_tokens.append(eos)  # until the limit
+        copy.model.generation_config.suppress_tokens.append(eos)  # to run into the limit
         longest = copy.model.generate(**batch)
     finally:
         transformers.utils.logging.disable_propagation()
@@ -453,7 +459,7 @@ def test_the_limit_of_an_output_is_one_that_a_caller_can_replace(
     assert longest.shape[1] - 1 == copy.model.generation_config.max_new_tokens
 
 
-def test_an_empty_line_gives_ctranslate2_an_empty_translation(
+def test_ctranslate2_translates_an_empty_source_to_an_empty_output(
     exported: dict[str, Exported],
 ) -> None:
     copy = EXPORTERS["ctranslate2"].load(exported["ctranslate2"].directory)
@@ -473,7 +479,7 @@ def test_an_empty_line_gives_ctranslate2_an_empty_translation(
         "decoder.0.residual_2.norm.weight",
     ],
 )
-def test_one_altered_weight_fails_the_export_and_leaves_no_folder(
+def test_noise_in_one_weight_tensor_fails_the_export_and_leaves_no_folder(
     cli: Cli,
     trained: RunDir,
     library: Library,
@@ -491,19 +497,19 @@ def test_one_altered_weight_fails_the_export_and_leaves_no_folder(
 
 
 def altered(state_dict: object, name: str) -> object:
-    """Let a model hand out one of its tensors with a little noise."""
+    """Return a `state_dict` method that adds a little noise to one of the tensors."""
 
     def handed_out(model: Transformer) -> dict[str, torch.Tensor]:
         weights: dict[str, torch.Tensor] = dict(state_dict(model))  # type: ignore[operator]
         noise = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(1))
-        weights[name] = weights[name] + 0.05 * noise  # not all alike: a norm would remove it
+        weights[name] = weights[name] + 0.05 * noise  # not constant: a norm would remove that
         return weights
 
     return handed_out
 
 
 class Mirror:
-    """The model itself, as if it were its copy."""
+    """The model itself in the role of its export."""
 
     masks_special = False
 
@@ -536,7 +542,7 @@ def translator() -> Translator:
 
 @pytest.fixture(scope="module")
 def writer() -> Translator:
-    """A model that writes no bytes, which may be no text."""
+    """A model that generates no byte tokens, whose bytes could be invalid UTF-8."""
     translator = random_model(tie_embeddings="all")
     with torch.no_grad():
         translator.model.tgt_embedding.weight[translator.tokenizer.tgt.byte_pieces] = 0
@@ -554,7 +560,7 @@ def problems_of(translator: Translator, copy: Mirror) -> str:
     return "; ".join(parity.compare(translator, copy, LINES).problems())
 
 
-def test_each_way_of_being_another_model_is_a_problem(
+def test_each_kind_of_difference_between_model_and_export_is_reported(
     translator: Translator, writer: Translator
 ) -> None:
     class OtherPieces(Mirror):
@@ -603,7 +609,7 @@ def test_each_way_of_being_another_model_is_a_problem(
     assert "must be at most 0.0003, but are inf" in problems_of(translator, NoNumbers(translator))
 
 
-def test_what_sets_other_outputs_of_a_beam_apart_is_counted(translator: Translator) -> None:
+def test_different_outputs_of_beam_search_are_counted_by_cause(translator: Translator) -> None:
     searcher = parity.LogProbSearcher(translator, masks_special=False)
     sources = translator.tokenizer.encode_src(LINES.src)
     ours = searcher.search(sources, 3)
@@ -622,8 +628,10 @@ def test_what_sets_other_outputs_of_a_beam_apart_is_counted(translator: Translat
     assert kinds(worse) == {"likelier in mtrain": 2, "end at a limit of length": 1}
 
 
-def test_another_choice_that_is_as_likely_is_none(translator: Translator) -> None:
-    """Two pieces with the same embedding: which of them is written is left to rounding."""
+def test_a_different_greedy_output_of_equal_probability_counts_as_the_same(
+    translator: Translator,
+) -> None:
+    """Two tokens have the same embedding, so that rounding decides which one is generated."""
     model = transformer(
         translator.model.config, len(translator.tokenizer.src), len(translator.tokenizer.tgt)
     ).float()
@@ -662,7 +670,7 @@ def test_another_choice_that_is_as_likely_is_none(translator: Translator) -> Non
 # The command
 
 
-def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_the_export_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
     need("ctranslate2")
     directory = tmp_path / "new" / "out"
     outcome = cli("export", trained.path, directory, "--to", "ctranslate2", "--check-lines", "5")
@@ -676,7 +684,7 @@ def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path)
     assert [path.name for path in directory.parent.iterdir()] == ["out"]
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(
+def test_an_existing_folder_is_refused_and_keeps_its_files(
     cli: Cli, trained: RunDir, tmp_path: Path, library: Library
 ) -> None:
     (tmp_path / "mine.txt").write_text("x")
@@ -686,7 +694,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_missing_library_is_one_line(
+def test_a_missing_library_gives_a_one_line_error(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for library, exporter in EXPORTERS.items():
@@ -711,7 +719,7 @@ def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: P
     )
 
 
-def test_a_run_without_validation_text_that_fits_is_refused(
+def test_a_run_without_usable_validation_text_is_refused(
     trained: RunDir, tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -739,7 +747,9 @@ def run(trained: RunDir, tmp_path: Path) -> RunDir:
 TEXT = "ba ce di\n\n  \nfo gu ha je ki lo\n" + "na pe. " * 40 + "\nA new word!\n"
 
 
-def test_the_other_engine_writes_the_same_text(cli: Cli, run: RunDir) -> None:
+def test_the_ctranslate2_engine_translates_short_lines_as_mtrain_does(
+    cli: Cli, run: RunDir
+) -> None:
     ours = cli("translate", run.path, stdin=TEXT.encode())
     other = cli("translate", run.path, "--engine", "ctranslate2", stdin=TEXT.encode())
     assert (ours.code, other.code) == (0, 0), other.err
@@ -748,12 +758,12 @@ def test_the_other_engine_writes_the_same_text(cli: Cli, run: RunDir) -> None:
     assert other.lines[1:3] == ["", ""]
 
 
-def test_the_other_engine_is_exported_once_and_again_for_other_weights(
+def test_the_ctranslate2_engine_exports_once_and_again_after_the_weights_change(
     cli: Cli, run: RunDir
 ) -> None:
     said = []
     for beam in ("1", "2", "2"):
-        if len(said) == 2:  # other weights, of the same numbers
+        if len(said) == 2:  # slightly different weights
             weights = load(run, loading=LoadOptions("cpu"))
             checkpoint.save_model(
                 run.model_path,
@@ -792,7 +802,7 @@ def add_vocabulary(folder: Path) -> str:
 
 
 def other_weights(folder: Path) -> str:
-    """Weights whose checksum fits, because somebody wrote that, too."""
+    """Replace the weights, and write their checksum into export.json."""
     (folder / "model.bin").write_bytes(b"no weights")
     path = folder / "export.json"
     tree = json.loads(path.read_text("utf-8"))
@@ -822,7 +832,7 @@ REPORTS += [
     [cut_model, link_vocabulary, drop_config, add_vocabulary, other_weights]
     + [pytest.param(report_of(text), id=f"export.json-{text[:40]}") for text in REPORTS],
 )
-def test_an_export_in_a_run_that_is_damaged_is_an_error_of_one_line(
+def test_a_damaged_export_in_a_run_gives_a_one_line_error(
     cli: Cli, run: RunDir, exported_once: Path, damage: Callable[[Path], str]
 ) -> None:
     folder = run.path / "ctranslate2"
@@ -837,14 +847,14 @@ def test_an_export_in_a_run_that_is_damaged_is_an_error_of_one_line(
 
 @pytest.fixture(scope="module")
 def exported_once(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export that a run of these weights takes for its own."""
+    """An export that a run with these weights accepts as its own."""
     need("ctranslate2")
     folder = tmp_path_factory.mktemp("once") / "ctranslate2"
     export.export(trained, folder, ExportRequest("ctranslate2", num_lines=2), print)
     return folder
 
 
-def test_progress_bars_of_transformers_come_back_after_an_error() -> None:
+def test_progress_bars_of_transformers_are_restored_after_an_error() -> None:
     need("huggingface")
     from transformers.utils.logging import is_progress_bar_enabled
 
@@ -855,8 +865,8 @@ def test_progress_bars_of_transformers_come_back_after_an_error() -> None:
     assert is_progress_bar_enabled()
 
 
-def test_processes_that_export_a_run_at_once_take_turns(run: RunDir) -> None:
-    """One writes the folder, and the others take it as it is."""
+def test_only_one_of_several_concurrent_processes_exports_a_run(run: RunDir) -> None:
+    """One process writes the folder, and the others use it."""
     command = ["translate", run.path, "--engine", "ctranslate2"]
     with contextlib.ExitStack() as stack:
         processes = [
@@ -874,7 +884,7 @@ def test_processes_that_export_a_run_at_once_take_turns(run: RunDir) -> None:
     assert sum(b"writing, then checking" in err for _, err in told) == 1
 
 
-def test_an_export_is_read_where_nothing_can_be_written(
+def test_an_export_in_a_read_only_folder_is_used(
     cli: Cli, run: RunDir, exported_once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(exported_once, run.path / "ctranslate2")
@@ -885,7 +895,9 @@ def test_an_export_is_read_where_nothing_can_be_written(
     assert not list(run.path.glob(".*"))
 
 
-def test_the_other_engine_replaces_no_folder_that_is_no_export(cli: Cli, run: RunDir) -> None:
+def test_the_ctranslate2_engine_does_not_replace_a_folder_that_is_not_an_export(
+    cli: Cli, run: RunDir
+) -> None:
     notes = run.path / "ctranslate2" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("precious", encoding="utf-8")
@@ -915,7 +927,7 @@ def test_the_other_engine_replaces_no_folder_that_is_no_export(cli: Cli, run: Ru
     ],
     ids=lambda options: options[0],
 )
-def test_what_the_other_engine_does_not_honour_is_refused(
+def test_options_that_the_ctranslate2_engine_does_not_support_are_refused(
     cli: Cli, run: RunDir, options: list[str]
 ) -> None:
     outcome = cli("translate", run.path, "--engine", "ctranslate2", *options, stdin=b"ba\n")
@@ -925,7 +937,9 @@ def test_what_the_other_engine_does_not_honour_is_refused(
     )
 
 
-def test_an_ensemble_and_settings_of_the_config_are_refused_too(cli: Cli, run: RunDir) -> None:
+def test_the_ctranslate2_engine_refuses_an_ensemble_and_unsupported_settings(
+    cli: Cli, run: RunDir
+) -> None:
     engine = ["--engine", "ctranslate2"]
     outcome = cli("translate", run.path, run.path, *engine, stdin=b"ba\n")
     assert outcome.err == ("mtrain: `--engine ctranslate2` must have one run, but has 2 instead.\n")
@@ -940,10 +954,10 @@ def test_an_ensemble_and_settings_of_the_config_are_refused_too(cli: Cli, run: R
     )
 
 
-# The card
+# The model card
 
 
-def test_the_card_tells_languages_data_and_sizes(
+def test_the_model_card_states_languages_data_and_sizes(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     need("huggingface")
@@ -967,7 +981,7 @@ def test_the_card_tells_languages_data_and_sizes(
     assert yaml.safe_load(front)["pipeline_tag"] == "translation"
     digest = hashlib.sha256((corpus / "train.tgt").read_bytes()).hexdigest()
     assert f"| training | train.tgt | `{digest}` |" in rest
-    assert f"| validation | valid.src | `{was}` |" in rest  # as it was tokenized
+    assert f"| validation | valid.src | `{was}` |" in rest  # the checksum at tokenization
     assert "200 training pairs were kept, 2 dropped" in rest
     assert "1 encoder and 1 decoder layers, width 16" in rest
     assert "mtrain" in rest
@@ -981,7 +995,7 @@ def card_with(run: RunDir, **data: object) -> str:
     return model_card.readme(run, load(run), huggingface, "out", "ba", [])
 
 
-def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) -> None:
+def test_the_language_code_no_is_not_read_as_a_yaml_boolean(noisy: RunDir) -> None:
     card = card_with(noisy, src_lang="no", tgt_lang="x-klingon")
     tree, _ = yaml.safe_load_all(card.split("# no to")[0])
     assert (tree["language"], tree["language_bcp47"]) == (["no"], ["x-klingon"])
@@ -996,16 +1010,16 @@ def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) 
         (("en-GB", "en-US"), ["en"], ["en-GB", "en-US"]),
     ],
 )
-def test_the_hub_is_given_codes_of_iso_639_and_others_apart(
+def test_the_card_has_iso_639_codes_as_language_and_the_configured_codes_as_language_bcp47(
     trained: RunDir, codes: tuple[str, str], languages: list[str], others: list[str] | None
 ) -> None:
-    """It refuses a card with any other `language`."""
+    """The hub refuses a card with any other `language`."""
     card = card_with(trained, src_lang=codes[0], tgt_lang=codes[1])
     tree = yaml.safe_load(card.split("---\n")[1])
     assert (tree["language"], tree.get("language_bcp47")) == (languages, others)
 
 
-def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
+def test_the_model_card_lists_tsv_and_hub_corpora(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone.tsv")
     assert list(model_card._files(TsvCorpus(tsv=[gone]), {})) == [
         ("gone.tsv", "not there any more")
@@ -1016,16 +1030,18 @@ def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
     assert list(model_card._files(hub, {})) == [("wmt/wmt14, train", "of the hub")]
 
 
-def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
+def test_a_pipe_or_newline_in_a_file_name_does_not_break_the_table_of_the_card(
+    trained: RunDir,
+) -> None:
     rows = card_with(trained, valid=TsvCorpus(tsv=["a|b\nc.tsv"])).splitlines()
     assert "| validation | a\\|b c.tsv | not there any more |" in rows
 
 
 @pytest.mark.parametrize("library", EXPORTERS)
-def test_the_hub_reads_the_card_with_its_scores_and_licence(
+def test_huggingface_hub_parses_the_card_with_its_scores_and_licence(
     cli: Cli, trained: RunDir, tmp_path: Path, library: Library
 ) -> None:
-    """By what huggingface_hub itself reads cards with, before the hub gets them."""
+    """`huggingface_hub.ModelCard` parses the card as it does before an upload."""
     need(library)
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     archive = EXPORTERS[library].ARCHIVE
@@ -1081,7 +1097,7 @@ def test_a_card_names_data_sets_of_the_hub(trained: RunDir) -> None:
     assert tree["datasets"] == ["wmt/wmt14"]
 
 
-def test_scores_that_cannot_be_had_and_a_licence_that_is_none_are_said(
+def test_an_invalid_licence_is_refused_and_missing_scores_are_reported(
     cli: Cli, run: RunDir, tmp_path: Path
 ) -> None:
     command = ["export", run.path, tmp_path / "out", "--to", "ctranslate2"]
@@ -1100,7 +1116,9 @@ def test_scores_that_cannot_be_had_and_a_licence_that_is_none_are_said(
     assert "No test set was scored." in (tmp_path / "out" / "README.md").read_text("utf-8")
 
 
-def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
+def test_an_export_report_has_the_bleu_scores_as_text_and_as_json(
+    exported: dict[str, Exported],
+) -> None:
     report = exported["ctranslate2"].report
     bleu = {"mtrain": 40.0, "exported": 39.5}
     worse = replace(report, bleu=bleu)

@@ -1,4 +1,4 @@
-"""What Marian is given computes what the run's model computes at Marian's wavelengths."""
+"""A Marian export computes the run's model with the wavelengths of Marian's sinusoids."""
 
 import itertools
 import json
@@ -52,7 +52,7 @@ class Formulas:
         self.weights = {name: torch.tensor(array).double() for name, array in arrays.items()}
 
     def log_probs(self, src: list[int], tgt: list[int]) -> Tensor:
-        """Return [T, V], of the token after each of `tgt`, which has no bos, and before it."""
+        """Return the log-probabilities [T + 1, V] of the tokens of `tgt` (T, no bos) and of eos."""
         memory = self.stack("encoder", self.embedded("encoder", src))
         start = torch.zeros(1, self.settings["dim-emb"])
         states = torch.cat([start, self.table("decoder")[tgt]])
@@ -106,7 +106,7 @@ class Formulas:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_by_the_formulas_of_marian_the_file_is_the_model_at_its_wavelengths(
+def test_the_formulas_of_marian_give_the_log_probs_of_the_model_with_the_wavelengths_of_marian(
     variant: dict[str, object], tmp_path: Path
 ) -> None:
     translator = random_model(**variant)  # type: ignore[arg-type]
@@ -154,14 +154,14 @@ def test_a_tied_embedding_is_stored_once(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_marian_cannot_hold_is_refused_with_the_reason(
+def test_settings_that_marian_does_not_support_are_refused_with_the_reason(
     variant: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         copied(random_model(**variant), "marian", tmp_path)  # type: ignore[arg-type]
 
 
-def test_a_type_of_weights_is_refused_and_a_failure_is_one_line(
+def test_quantization_is_refused_and_a_failing_pymarian_is_an_error_without_a_folder(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a pymarian that cannot translate."""
@@ -187,7 +187,9 @@ def test_a_type_of_weights_is_refused_and_a_failure_is_one_line(
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_marian_itself_computes_the_model(variant: dict[str, object], tmp_path: Path) -> None:
+def test_pymarian_gives_the_outputs_and_scores_of_the_model(
+    variant: dict[str, object], tmp_path: Path
+) -> None:
     need("marian")
     translator = random_model(**variant)  # type: ignore[arg-type]
     tokenizer = translator.tokenizer
@@ -199,7 +201,7 @@ def test_marian_itself_computes_the_model(variant: dict[str, object], tmp_path: 
     assert compared.reference_diff < EXACT and compared.beam_diff < 10 * EXACT
 
 
-def test_odd_text_is_read_and_written_by_marian_as_by_mtrain(
+def test_odd_text_is_encoded_and_decoded_by_marian_as_by_mtrain(
     trained: RunDir, tmp_path: Path
 ) -> None:
     need("marian")
@@ -210,7 +212,7 @@ def test_odd_text_is_read_and_written_by_marian_as_by_mtrain(
     assert own_call.same == (9, 9)
 
 
-def test_a_run_exported_to_marian_says_what_the_wavelengths_cost(
+def test_a_marian_export_reports_both_bleu_scores_and_the_examples_of_its_readme_translate(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     need("marian")
@@ -242,7 +244,7 @@ def test_a_run_exported_to_marian_says_what_the_wavelengths_cost(
     assert done.stdout == line[1:-1] + "\n", done.stderr
 
 
-def test_the_model_that_marian_computes_differs_in_its_positions_alone() -> None:
+def test_the_model_with_the_wavelengths_of_marian_differs_only_in_its_position_tables() -> None:
     model = random_model(tie_embeddings="all").model
     near = marian._with_wavelengths(model, 50)
     assert isinstance(near, Transformer)

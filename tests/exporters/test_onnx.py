@@ -48,7 +48,7 @@ LETTERS = [
 
 @pytest.fixture(scope="module")
 def whole(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExportReport]:
-    """The copy task as its user exports it, with the page."""
+    """Export the copy task with the web page; return the folder and the report."""
     directory = tmp_path_factory.mktemp("onnx") / "copy"
     request = ExportRequest("onnx", has_page=True)
     return directory, export.export(trained, directory, request, lambda _: None)
@@ -74,12 +74,14 @@ def onnx_model(translator: Translator, directory: Path) -> OnnxModel:
     ],
     ids=str,
 )
-def test_every_variant_is_the_same_in_onnx_runtime(variant: dict[str, Any], tmp_path: Path) -> None:
+def test_every_variant_has_the_outputs_and_scores_of_mtrain_in_onnx_runtime(
+    variant: dict[str, Any], tmp_path: Path
+) -> None:
     check_exact(random_model(**variant), "onnx", tmp_path)
 
 
-def test_one_decoder_does_the_first_step_and_the_later_ones(tmp_path: Path) -> None:
-    """By the contract of transformers.js: no flag, and a source that is projected once."""
+def test_one_decoder_graph_runs_the_first_step_and_the_later_steps(tmp_path: Path) -> None:
+    """As transformers.js expects: no `use_cache_branch`, and the source is projected once."""
     model = onnx_model(random_model(kind="bpe"), tmp_path)
     (ids,) = model.encode(["a man with a hat"])
     state = model.start(torch.tensor([ids, ids]), torch.ones(2, len(ids), dtype=torch.bool))
@@ -94,7 +96,9 @@ def test_one_decoder_does_the_first_step_and_the_later_ones(tmp_path: Path) -> N
         assert state.feeds["past_key_values.0.encoder.key"].shape == (2, 2, len(ids), 6)
 
 
-def test_weights_of_8_bits_are_near_and_a_tied_matrix_is_stored_once(tmp_path: Path) -> None:
+def test_int8_weights_are_near_the_float32_weights_and_a_tied_matrix_is_stored_once(
+    tmp_path: Path,
+) -> None:
     translator = random_model(tie_embeddings="all", d_model=64, d_ff=128)
     model = onnx_model(translator, tmp_path)
     graph = onnx.load(tmp_path / "onnx/decoder_model_merged_quantized.onnx").graph
@@ -124,7 +128,7 @@ def test_weights_of_8_bits_are_near_and_a_tied_matrix_is_stored_once(tmp_path: P
     assert 0 < sum(differences) / len(differences) < 0.1
 
 
-def test_the_graphs_name_no_file_of_this_machine(whole: tuple[Path, ExportReport]) -> None:
+def test_the_graphs_contain_no_path_of_this_machine(whole: tuple[Path, ExportReport]) -> None:
     for path in whole[0].rglob("*.onnx"):
         content = path.read_bytes()
         assert b".py" not in content and str(Path.cwd()).encode() not in content
@@ -134,7 +138,7 @@ def test_the_graphs_name_no_file_of_this_machine(whole: tuple[Path, ExportReport
 
 
 def odd_lines(count: int) -> list[str]:
-    """Lines of everything: spaces, runs of a letter, bytes, special pieces, all scripts."""
+    """Return random lines of spaces, repeated letters, byte and special pieces, many scripts."""
     rng = random.Random(1)
     words = " ".join(SRC_LINES + TGT_LINES).split()
     parts = [*words, *LETTERS * 20]
@@ -176,19 +180,21 @@ def assert_same(vocabulary: Vocabulary, copy: Any, lines: Sequence[str]) -> None
     ]
 
 
-def test_thousands_of_odd_lines_have_the_same_ids_and_texts(
+def test_thousands_of_odd_lines_have_the_ids_and_texts_of_sentencepiece(
     both: tuple[Vocabulary, Any],
 ) -> None:
     assert_same(*both, [*odd_lines(3000), *SRC_LINES, *TGT_LINES])
 
 
 @given(line=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_whatever_is_typed_has_the_same_ids(both: tuple[Vocabulary, Any], line: str) -> None:
+def test_any_line_has_the_ids_and_the_text_of_sentencepiece(
+    both: tuple[Vocabulary, Any], line: str
+) -> None:
     assert_same(*both, [line])
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_special_pieces_in_a_text_are_text(kind: str) -> None:
+def test_special_pieces_in_a_text_are_encoded_as_ordinary_text(kind: str) -> None:
     config = TokenizerConfig.model_validate({"kind": kind, "vocab_size": 420})
     pairs = list(zip(SRC_LINES, TGT_LINES, strict=True))
     vocabulary = sentencepiece.train(config, pairs, len(pairs), 1, ["bt"]).src
@@ -203,7 +209,9 @@ def test_special_pieces_in_a_text_are_text(kind: str) -> None:
 # A whole export
 
 
-def test_the_folder_has_what_transformers_js_looks_for(whole: tuple[Path, ExportReport]) -> None:
+def test_the_folder_has_the_files_and_settings_that_transformers_js_reads(
+    whole: tuple[Path, ExportReport],
+) -> None:
     directory, report = whole
     names = {path.relative_to(directory).as_posix() for path in directory.rglob("*.*")}
     assert names == {
@@ -221,7 +229,7 @@ def test_the_folder_has_what_transformers_js_looks_for(whole: tuple[Path, Export
     assert report.parity.reference_diff < EXACT
 
 
-def test_the_table_has_the_score_of_the_files_of_8_bits(whole: tuple[Path, ExportReport]) -> None:
+def test_the_table_has_the_bleu_of_the_int8_graphs(whole: tuple[Path, ExportReport]) -> None:
     _, report = whole
     assert report.precision == "float32 and int8"
     assert report.bleu["int8, greedy"] > report.bleu["mtrain, greedy"] - 5
@@ -237,7 +245,7 @@ def test_a_model_with_two_vocabularies_is_refused() -> None:
         export.check_supported("onnx", config)
 
 
-def test_a_page_is_for_onnx_alone(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+def test_a_page_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
     outcome = cli("export", trained.path, tmp_path / "out", "--to", "huggingface", "--page")
     assert outcome.err == (
         "mtrain: `--page` has no effect with `--to huggingface`; leave it out.\n"
@@ -259,7 +267,7 @@ def test_a_missing_package_is_named(
 
 
 def node_with(code: str, answer: object = None, cwd: Path | None = None) -> Any:
-    """Run JavaScript under node, which gets `answer`; skip where transformers.js is missing."""
+    """Run JavaScript under node with `answer` on stdin; skip if transformers.js is missing."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
@@ -279,7 +287,7 @@ def test_transformers_js_gives_the_same_text(whole: tuple[Path, ExportReport]) -
     assert own_call.program.startswith("transformers.js ")
 
 
-def test_transformers_js_has_the_same_ids_and_texts(
+def test_transformers_js_gives_the_ids_and_texts_of_sentencepiece(
     tmp_path: Path, both: tuple[Vocabulary, Any]
 ) -> None:
     vocabulary, copy = both
@@ -307,7 +315,7 @@ def test_transformers_js_has_the_same_ids_and_texts(
         assert vocabulary.unk in ours or text == theirs
 
 
-def test_a_caller_can_replace_the_limit_of_an_output_in_transformers_js(
+def test_a_caller_can_override_the_limit_of_output_length_in_transformers_js(
     whole: tuple[Path, ExportReport],
 ) -> None:
     code = f"""
@@ -326,7 +334,7 @@ def test_a_caller_can_replace_the_limit_of_an_output_in_transformers_js(
     assert node_with(code, str(whole[0])) == [LONGEST, 3, 4]  # with bos
 
 
-def test_the_lines_of_javascript_in_the_card_translate(
+def test_the_javascript_example_of_the_model_card_translates(
     whole: tuple[Path, ExportReport], tmp_path: Path
 ) -> None:
     card = (whole[0] / "README.md").read_text("utf-8")
@@ -346,7 +354,7 @@ def test_the_lines_of_javascript_in_the_card_translate(
     assert text == json.loads(example.replace("'", '"'))  # the model copies
 
 
-def test_without_node_or_the_package_the_table_says_so(
+def test_a_missing_node_or_transformers_js_is_noted_and_a_failing_one_is_an_error(
     whole: tuple[Path, ExportReport], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = OnnxModel(whole[0])

@@ -48,7 +48,7 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, url: str, width: int, scheme: str) -> Iterator[Any]:
-    """Open the page; hold it to no error, and to no request to another host."""
+    """Open the page; at the end, assert no error and no request to another host."""
     page, errors, urls = watched_page(browser, width, scheme)
     page.goto(url)
     yield page
@@ -75,7 +75,7 @@ def bare_page(browser: Any, directory: Path) -> Iterator[Any]:
 
 
 def translated(page: Any, text: str) -> str:
-    """Give the page a text; return the translation when every line is there."""
+    """Enter a text; return the translation once it has as many lines as the text."""
     page.wait_for_function(IS_LOADED)
     page.fill("#source", text)
     page.wait_for_function(
@@ -87,7 +87,9 @@ def translated(page: Any, text: str) -> str:
     return str(page.inner_text("#output"))
 
 
-def test_twenty_lines_are_those_of_onnx_runtime(any_page: Any, directory: Path) -> None:
+def test_the_page_translates_twenty_lines_as_onnx_runtime_does(
+    any_page: Any, directory: Path
+) -> None:
     lines = [pair.src for pair in copy_task(18, seed=7)] + ["</s> ba 😀", "  ce  di"]
     model = OnnxModel(directory).quantised
     assert model is not None
@@ -99,7 +101,7 @@ def test_twenty_lines_are_those_of_onnx_runtime(any_page: Any, directory: Path) 
     assert any_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_blank_lines_stay_and_a_long_line_is_translated_by_sentences(page: Any) -> None:
+def test_blank_lines_stay_blank_and_a_long_line_is_translated_by_sentences(page: Any) -> None:
     assert translated(page, "ba ce\n\n  \r\nfo gu") == "ba ce\n\n\nfo gu"
     sentence = "ba ce di fo gu ha! "
     shown = translated(page, sentence * 6)
@@ -109,7 +111,7 @@ def test_blank_lines_stay_and_a_long_line_is_translated_by_sentences(page: Any) 
     assert page.inner_text("#message") == "A sentence has more than 32 tokens: split it."
 
 
-def test_a_loaded_page_needs_no_network(page: Any) -> None:
+def test_a_loaded_page_translates_offline_after_a_reload(page: Any) -> None:
     assert translated(page, "ba ce") == "ba ce"
     page.evaluate("() => navigator.serviceWorker.ready.then(() => null)")
     page.wait_for_function("() => navigator.serviceWorker.controller?.state === 'activated'")
@@ -118,7 +120,7 @@ def test_a_loaded_page_needs_no_network(page: Any) -> None:
     assert translated(page, "di fo gu") == "di fo gu"
 
 
-def test_the_keyboard_alone_does_it_all(page: Any) -> None:
+def test_the_page_can_be_used_with_the_keyboard_alone(page: Any) -> None:
     page.wait_for_function(IS_LOADED)
     assert page.evaluate("document.activeElement.id") == "source"
     page.keyboard.type("ba ce")
@@ -137,24 +139,24 @@ def test_the_keyboard_alone_does_it_all(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "source"
 
 
-def test_without_the_library_the_page_shows_the_command(bare_page: Any) -> None:
+def test_without_the_library_the_page_shows_the_commands_that_install_it(bare_page: Any) -> None:
     bare_page.wait_for_selector("#command:not([hidden])")
     assert bare_page.inner_text("#command") == onnx_page.LIBRARY_COMMAND
     assert bare_page.inner_text("#message").startswith("The library is missing.")
     assert bare_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_axe_finds_nothing_to_complain_of(any_page: Any) -> None:
+def test_axe_finds_no_violation_of_accessibility_rules(any_page: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="axe is not installed")
     script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
     translated(any_page, "ba ce")
-    any_page.evaluate(script)  # by the debugger, which no policy of the page binds
+    any_page.evaluate(script)  # by the debugger, which the page's policy does not restrict
     found = any_page.evaluate("axe.run()")
     shown = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]]
     assert shown == [] and len(found["passes"]) > 10
 
 
-def test_the_page_names_no_other_host_and_may_load_nothing_from_one(directory: Path) -> None:
+def test_the_page_names_no_other_host_and_its_security_policy_allows_none(directory: Path) -> None:
     html = (directory / "index.html").read_text("utf-8")
     (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', html)
     assert policy.startswith("default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; ")
@@ -168,7 +170,7 @@ def test_the_page_names_no_other_host_and_may_load_nothing_from_one(directory: P
         assert "//" not in re.sub(r"(^|\s)// .*", "", text), name
 
 
-def test_another_model_is_another_version_of_the_page(directory: Path) -> None:
+def test_another_model_gives_another_version_of_the_page(directory: Path) -> None:
     def version() -> str:
         worker = (directory / "service-worker.js").read_text("utf-8")
         (found,) = re.findall(r'const VERSION = "([0-9a-f]{16})";', worker)

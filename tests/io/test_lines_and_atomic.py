@@ -1,4 +1,4 @@
-"""Lines in, whole files out: what ends a line, what is refused, and what an exception leaves."""
+"""Reading of lines and atomic writing: line ends, refused input, and failures."""
 
 import bz2
 import errno
@@ -81,7 +81,7 @@ def test_a_truncated_gzip_file_is_refused(here: Path) -> None:
     assert str(error.value) == "f.gz: must be whole, but its gzip data is cut off or damaged."
 
 
-def test_a_file_that_only_says_that_it_is_gzip_is_refused(here: Path) -> None:
+def test_a_plain_file_with_the_suffix_gz_is_refused(here: Path) -> None:
     with pytest.raises(DataError) as error:
         lines_of(Path("f.gz"), b"plain\n")
     assert str(error.value).startswith("f.gz: cannot be read: Not a gzipped file")
@@ -114,7 +114,7 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(here: Path) -> N
     ],
     ids=["xz", "bzip2", "gzip", "utf-16"],
 )
-def test_a_file_in_another_form_is_refused_with_the_name_of_the_form(
+def test_a_file_in_another_format_is_refused_and_the_format_is_named(
     here: Path, name: str, content: bytes, form: str
 ) -> None:
     with pytest.raises(DataError) as error:
@@ -127,7 +127,7 @@ def test_a_file_in_another_form_is_refused_with_the_name_of_the_form(
     assert warnings[0].endswith(f", which begins as {form}; replaced by U+FFFD.")
 
 
-def test_lines_before_the_bad_one_are_yielded(here: Path) -> None:
+def test_lines_before_an_invalid_line_are_yielded(here: Path) -> None:
     Path("f").write_bytes(b"a\nb\n\xff\n")
     lines = lines_module.read_lines(Path("f"))
     assert [next(lines), next(lines)] == ["a", "b"]
@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_read_is_named(here: Path, path: str, why: str) ->
     assert str(error.value) == said
 
 
-def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
+def test_forgiving_reading_replaces_invalid_bytes_warns_and_continues(here: Path) -> None:
     warnings: list[str] = []
     (here / "f").write_bytes(b"a\nb\xffc\nd\n")
     assert list(lines_module.read_forgiving(here / "f", warnings.append)) == ["a", "b\ufffdc", "d"]
@@ -162,7 +162,9 @@ def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
     ]
 
 
-def test_the_first_lines_that_are_not_utf8_are_named_and_the_others_counted(here: Path) -> None:
+def test_the_first_five_lines_that_are_not_utf8_are_named_and_the_remaining_ones_counted(
+    here: Path,
+) -> None:
     warnings: list[str] = []
     (here / "f").write_bytes(b"gr\xfcn\n" * 1205)
     assert len(list(lines_module.read_forgiving(here / "f", warnings.append))) == 1205
@@ -181,7 +183,7 @@ no_line_end = st.text(st.characters(codec="utf-8", exclude_characters="\n")).fil
     raw=st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\xef\xbb\xbf", b"\xc3\xa4", b"\xc3"])),
     block_bytes=st.integers(1, 6),
 )
-def test_lines_in_blocks_are_those_that_are_read_one_by_one(
+def test_lines_read_in_blocks_equal_lines_read_one_by_one(
     tmp_path_factory: pytest.TempPathFactory, raw: list[bytes], block_bytes: int
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "f"
@@ -200,7 +202,7 @@ def test_lines_in_blocks_are_those_that_are_read_one_by_one(
         assert lines == expected
 
 
-def test_blocks_hold_all_lines_in_order_and_no_more_than_they_may(here: Path) -> None:
+def test_blocks_contain_all_lines_in_order_and_at_most_the_given_number(here: Path) -> None:
     (here / "in").write_text("".join(f"{n}\n" for n in range(10)), encoding="utf-8")
     blocks = list(lines_module.read_blocks(Path("in"), lambda _: None, 4))
     assert [len(block) for block in blocks] == [4, 4, 2]
@@ -218,14 +220,14 @@ def test_a_block_ends_when_its_lines_are_very_long(
     assert [[line[0] for line in block] for block in blocks] == [["a"], ["b", "c", "d"]]
 
 
-def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
+def test_lines_of_a_pipe_are_yielded_while_the_pipe_is_open_but_idle(here: Path) -> None:
     os.mkfifo("pipe")
     blocks = lines_module.read_blocks(Path("pipe"), lambda _: None, 100)
     writer = os.open("pipe", os.O_RDWR)
     try:
         os.write(writer, b"one\ntwo\n")
         assert next(blocks) == ["one", "two"]
-        assert next(blocks) == []  # no more for now
+        assert next(blocks) == []  # the pipe is idle
         os.write(writer, b"three\n")
         assert next(blocks) == ["three"]
     finally:
@@ -233,7 +235,7 @@ def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
     assert list(blocks) == [[]]
 
 
-def test_python_ends_while_a_pipe_is_still_read() -> None:
+def test_the_process_exits_while_its_stdin_is_still_open() -> None:
     script = "from mtrain.io import lines; print(next(lines.read_blocks(None, print, 9)))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
@@ -242,12 +244,12 @@ def test_python_ends_while_a_pipe_is_still_read() -> None:
         assert process.stdin is not None
         process.stdin.write(b"one\ntwo\n")
         process.stdin.flush()
-        code = process.wait(60)  # and the pipe is open
+        code = process.wait(60)  # while the pipe is still open
         out, err = process.communicate()
     assert (code, out, err) == (0, b"['one', 'two']\n", b"")
 
 
-def test_an_error_comes_after_the_lines_before_it(here: Path) -> None:
+def test_an_error_is_raised_after_the_lines_before_it_are_yielded(here: Path) -> None:
     (here / "in.gz").write_bytes(gzip.compress(b"line\n" * 50_000)[:-20])
     blocks = lines_module.read_blocks(Path("in.gz"), lambda _: None, 1000)
     assert next(blocks) == ["line"] * 1000
@@ -256,7 +258,7 @@ def test_an_error_comes_after_the_lines_before_it(here: Path) -> None:
 
 
 @given(st.lists(no_line_end).filter(lambda lines: not lines or not lines[0].startswith("\ufeff")))
-def test_what_is_written_reads_back(
+def test_written_lines_are_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines"
@@ -265,7 +267,7 @@ def test_what_is_written_reads_back(
     assert path.read_bytes() == "".join(f"{line}\n" for line in lines).encode()
 
 
-def test_a_whole_file_appears_with_its_folders(here: Path) -> None:
+def test_a_file_appears_only_when_complete_and_its_folders_are_created(here: Path) -> None:
     with atomic.whole_file(Path("a/b/f")) as beside:
         beside.write_text("x")
         assert not Path("a/b/f").exists()
@@ -298,7 +300,7 @@ def test_an_exception_keeps_the_old_file(here: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [atomic.whole_file, atomic.whole_dir])
-def test_an_exception_leaves_no_folder_that_was_made_for_what_failed(
+def test_a_failed_write_removes_the_parent_folders_that_it_created(
     here: Path, whole: Callable[[Path], AbstractContextManager[Path]]
 ) -> None:
     (here / "kept").mkdir()
@@ -307,14 +309,14 @@ def test_an_exception_leaves_no_folder_that_was_made_for_what_failed(
     assert list(here.rglob("*")) == [here / "kept"]
 
 
-def test_a_whole_file_replaces_the_old_one(here: Path) -> None:
+def test_a_written_file_replaces_the_old_one(here: Path) -> None:
     atomic.write_lines(Path("f"), ["old", "old"])
     atomic.write_lines(Path("f"), ["new"])
     assert left(here) == ["f"]
     assert Path("f").read_text() == "new\n"
 
 
-def test_a_whole_folder_appears_and_replaces_the_old_one(here: Path) -> None:
+def test_a_written_folder_replaces_the_old_one(here: Path) -> None:
     for name in ("old", "new"):
         with atomic.whole_dir(Path("a/d")) as beside:
             (beside / name).mkdir()
@@ -332,7 +334,7 @@ def replaced_and_killed(directory: Path, kill_at: int) -> None:
 
 
 @needs_fork_server
-def test_a_kill_while_a_folder_is_replaced_loses_neither_the_old_nor_the_new(
+def test_a_kill_while_a_folder_is_replaced_leaves_either_the_old_or_the_new_folder(
     tmp_path: Path,
 ) -> None:
     moment, found = 0, []
@@ -350,7 +352,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither_the_old_nor_the_new(
     assert {"old"} in found and {"new"} in found and {"old", "new"} not in found
 
 
-def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(
+def test_a_folder_that_cannot_be_renamed_into_place_leaves_the_old_one(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, target: Path) -> Path:
@@ -384,7 +386,7 @@ def test_an_exception_leaves_no_folder_and_keeps_the_old_one(here: Path) -> None
     assert left(here / "d") == ["old"]
 
 
-def test_writing_below_a_file_or_onto_a_folder_is_a_message(here: Path) -> None:
+def test_writing_below_a_file_or_onto_a_folder_is_an_error(here: Path) -> None:
     Path("file").write_text("x")
     Path("folder").mkdir()
     for path in (Path("file/f"), Path("folder")):
@@ -393,7 +395,7 @@ def test_writing_below_a_file_or_onto_a_folder_is_a_message(here: Path) -> None:
     assert left(here) == ["file", "folder"]
 
 
-def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
+def test_writing_to_a_pipe_keeps_the_pipe(here: Path) -> None:
     """A pipe or a device, such as /dev/null, is not replaced by a file."""
     os.mkfifo("pipe")
     reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -404,7 +406,7 @@ def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
     assert received == b"a\nb\n"
 
 
-def test_an_open_file_is_written_and_its_name_stays_a_link(here: Path) -> None:
+def test_a_link_to_an_open_file_descriptor_is_written_through_and_kept(here: Path) -> None:
     with Path("out").open("wb") as opened:
         Path("link").symlink_to(f"/dev/fd/{opened.fileno()}")
         atomic.write_lines(atomic.resolve_links(Path("link")), ["a", "b"])
@@ -413,9 +415,9 @@ def test_an_open_file_is_written_and_its_name_stays_a_link(here: Path) -> None:
     assert left(here) == ["link", "out"]
 
 
-def test_a_link_is_followed_when_somebody_asks_and_is_replaced_otherwise(here: Path) -> None:
+def test_a_link_is_followed_if_it_is_resolved_first_and_is_replaced_otherwise(here: Path) -> None:
     Path("folder").mkdir()
-    Path("second").symlink_to("folder/file")  # which is not there yet
+    Path("second").symlink_to("folder/file")  # the target does not exist yet
     Path("first").symlink_to("second")
     atomic.write_lines(atomic.resolve_links(Path("first")), ["a"])
     assert Path("first").is_symlink()
@@ -426,7 +428,7 @@ def test_a_link_is_followed_when_somebody_asks_and_is_replaced_otherwise(here: P
     assert Path("folder/file").read_text() == "a\n"
 
 
-def test_links_that_go_round_in_a_circle_are_a_message(here: Path) -> None:
+def test_a_cycle_of_links_is_an_error(here: Path) -> None:
     Path("a").symlink_to("b")
     Path("b").symlink_to("a")
     with pytest.raises(WriteError, match=r"^[ab]: cannot be written: Too many levels of symbolic"):
@@ -442,7 +444,7 @@ def test_links_that_go_round_in_a_circle_are_a_message(here: Path) -> None:
         ("file/f", "file/f: cannot be written: Not a directory."),
     ],
 )
-def test_what_can_never_be_a_file_is_refused_before_a_line_is_made(
+def test_a_path_that_cannot_be_a_file_is_refused_before_the_first_line_is_generated(
     here: Path, name: str, said: str
 ) -> None:
     Path("file").write_text("x")
@@ -453,7 +455,7 @@ def test_what_can_never_be_a_file_is_refused_before_a_line_is_made(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_device_that_takes_nothing_is_named() -> None:
+def test_a_full_device_is_named() -> None:
     with pytest.raises(WriteError) as error:
         atomic.write_lines(Path("/dev/full"), ["x"])
     assert str(error.value) == "/dev/full: cannot be written: No space left on device."

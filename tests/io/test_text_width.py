@@ -1,4 +1,4 @@
-"""What a terminal shows, of whatever kind it is, and what a shell learns."""
+"""Output on several kinds of terminals, and completion in shells."""
 
 import os
 import re
@@ -24,7 +24,7 @@ BAR = re.compile(r"\d+%\|")
 SHELLS = ["bash", "zsh", "fish"]
 
 
-def test_version_says_what_it_runs_on(cli: Cli) -> None:
+def test_version_prints_the_versions_the_device_and_the_precision(cli: Cli) -> None:
     outcome = cli("--version")
     assert (outcome.code, outcome.err) == (0, "")
     said = dict(line.split(maxsplit=1) for line in outcome.lines)
@@ -36,7 +36,7 @@ def test_version_says_what_it_runs_on(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(("num_threads", "said"), [(1, "1 thread"), (8, "8 threads")])
-def test_version_counts_the_threads_in_words(
+def test_version_prints_the_number_of_cpu_threads(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, num_threads: int, said: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -45,7 +45,7 @@ def test_version_counts_the_threads_in_words(
     assert device.endswith(f", {said}")
 
 
-def test_version_is_said_though_torch_cannot_be_loaded(
+def test_version_is_printed_even_if_torch_cannot_be_loaded(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "mtrain.runtime.versions", raising=False)
@@ -57,7 +57,7 @@ def test_version_is_said_though_torch_cannot_be_loaded(
     assert outcome.lines[1].startswith("torch      cannot be loaded: ")
 
 
-def test_the_live_line_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+def test_the_progress_bar_fits_80_columns_and_is_not_coloured(tmp_path: Path) -> None:
     code, text = sent_to_a_terminal("train", write_task(tmp_path))
     parts = [part for part in re.split(r"[\r\n]", text) if BAR.search(part)]
     assert code == 0
@@ -66,7 +66,9 @@ def test_the_live_line_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     assert not COLOUR.search(text)
 
 
-def test_a_dumb_terminal_gets_lines_and_nothing_that_moves(trained: RunDir, tmp_path: Path) -> None:
+def test_a_dumb_terminal_gets_plain_lines_without_escapes_or_progress_bars(
+    trained: RunDir, tmp_path: Path
+) -> None:
     path = write_task(tmp_path)
     (tmp_path / "in").write_text("ba ce\n" * 20, encoding="utf-8")
     code, text = sent_to_a_terminal("train", path, term="dumb")
@@ -84,7 +86,7 @@ def test_a_dumb_terminal_gets_lines_and_nothing_that_moves(trained: RunDir, tmp_
 
 @pytest.mark.parametrize("no_color", [True, False])
 @pytest.mark.parametrize("arguments", [["--help"], ["frob"], ["train", "absent.yaml"]])
-def test_nothing_is_coloured_least_of_all_where_it_is_not_wanted(
+def test_help_and_errors_are_not_coloured_with_or_without_no_color(
     arguments: list[str], no_color: bool
 ) -> None:
     code, text = sent_to_a_terminal(*arguments, no_color=no_color)
@@ -94,7 +96,7 @@ def test_nothing_is_coloured_least_of_all_where_it_is_not_wanted(
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_gets_a_script_that_completes_verbs(
+def test_each_shell_gets_a_completion_script_and_completes_commands(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str
 ) -> None:
     monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
@@ -110,7 +112,9 @@ def test_each_shell_gets_a_script_that_completes_verbs(
     assert "tokenize" not in completed
 
 
-def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bash_completes_a_command_with_the_printed_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash here")
@@ -129,7 +133,9 @@ def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (done.stdout, done.stderr) == ("tokenize\n", "")
 
 
-def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: RunDir) -> None:
+def test_control_characters_in_validation_examples_are_escaped_and_long_lines_cut(
+    trained: RunDir,
+) -> None:
     lines = ParallelLines(["ba \x1b[31m"], ["ce " * 100])
     valid = ValidationSet(lines, sentencepiece.load(trained.tokenizer_dir), 1000)
     source, reference, translation = valid.examples(["\x1b]0;title\x07"], 1, 0)
@@ -139,7 +145,7 @@ def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: R
     assert translation == r"  translation  \x1b]0;title\x07"
 
 
-def test_errors_fit_a_terminal_of_80_columns_between_words(cli: Cli) -> None:
+def test_errors_are_wrapped_between_words_to_80_columns(cli: Cli) -> None:
     for arguments in [("eval", "folder " * 12 + "x"), ("train", "absent/" * 12 + "c.yaml")]:
         said = cli(*arguments).err.strip()
         code, text = sent_to_a_terminal(*arguments)
@@ -150,11 +156,11 @@ def test_errors_fit_a_terminal_of_80_columns_between_words(cli: Cli) -> None:
         assert [row for row in rows if len(row) > 80 and " " in row.strip()] == []
 
 
-def test_what_a_run_says_fits_a_terminal_of_80_columns_and_stays_whole_elsewhere(
+def test_training_messages_are_wrapped_to_80_columns_on_a_terminal_and_not_elsewhere(
     cli: Cli, tmp_path: Path
 ) -> None:
     tree = tiny_tree(tmp_path)
-    tree["data"]["max_tokens"] = 16  # some pairs are dropped, and where they are listed is said
+    tree["data"]["max_tokens"] = 16  # some pairs are dropped, and the path of their list is printed
     config = write_config(tmp_path / "config.yaml", tree)
     said = cli("train", config, "--run", tmp_path / "one").err.splitlines()
     code, text = sent_to_a_terminal("train", config, "--run", tmp_path / "two")
@@ -168,7 +174,7 @@ def test_what_a_run_says_fits_a_terminal_of_80_columns_and_stays_whole_elsewhere
     assert all(" ".join(line.split()) in words for line in wide)
 
 
-def test_a_command_in_a_message_is_never_broken() -> None:
+def test_a_command_in_a_message_is_not_wrapped() -> None:
     command = "`mtrain train " + "x " * 40 + "`"
     master, stream = open_terminal()
     with os.fdopen(master), os.fdopen(stream, "w") as terminal:
@@ -177,13 +183,13 @@ def test_a_command_in_a_message_is_never_broken() -> None:
 
 
 def rows_of(text: str) -> list[str]:
-    """Return text as a terminal of 80 columns shows it."""
+    """Return the rows of a text on a terminal of 80 columns."""
     master, stream = open_terminal()
     with os.fdopen(master), os.fdopen(stream, "w") as terminal:
         return fitted(text, terminal).split("\n")
 
 
-def test_a_long_line_without_spaces_is_broken_where_a_row_ends_below_its_label() -> None:
+def test_text_without_spaces_is_broken_at_the_last_column_and_indented_past_its_label() -> None:
     label, below = "  translation  ", " " * 15
     assert rows_of(f"{label}{'Der' * 30}") == [label + "Der" * 21 + "De", below + "r" + "Der" * 8]
     chinese = rows_of(f"{label}{'老农夫累了' * 13}")  # each of them is two columns wide
@@ -192,7 +198,7 @@ def test_a_long_line_without_spaces_is_broken_where_a_row_ends_below_its_label()
     assert "".join(row[15:] for row in chinese) == "老农夫累了" * 13
 
 
-def test_a_long_name_of_a_file_is_never_broken() -> None:
+def test_a_long_file_name_is_not_wrapped() -> None:
     name = "folder/" * 20 + "file"
     assert rows_of(f"mtrain: {name}: is there already") == [
         "mtrain:",
@@ -201,12 +207,12 @@ def test_a_long_name_of_a_file_is_never_broken() -> None:
     ]
 
 
-def test_rows_of_what_has_a_label_stand_below_it() -> None:
+def test_wrapped_rows_are_indented_past_their_label() -> None:
     assert rows_of("pairs    1,356 for training, dropped 144 (" + "blank-side 2, " * 6 + ")") == [
         "pairs    1,356 for training, dropped 144 (blank-side 2, blank-side 2, blank-side",
         "         2, blank-side 2, blank-side 2, blank-side 2, )",
     ]
 
 
-def test_marks_upon_letters_take_no_columns() -> None:
+def test_combining_marks_take_no_columns() -> None:
     assert rows_of("a\u0323\u0301 " * 40) == ["a\u0323\u0301 " * 39 + "a\u0323\u0301"]

@@ -1,4 +1,4 @@
-"""Hold the Transformer to torch's own layers, to the paper's figures, and to itself."""
+"""Compare the Transformer with torch's own layers, with the paper's figures, and with itself."""
 
 import math
 import threading
@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(tgt_length: int = max(TGT_LENGTHS)) -> Inputs:
-    """Three sentences of different lengths; the padding holds ids like any other."""
+    """Three sentences of different lengths; the padding positions hold random ids."""
     src_BS = ids(3, max(SRC_LENGTHS), seed=1)
     return Inputs(src_BS, left_keep(SRC_LENGTHS), ids(3, tgt_length, seed=2))
 
@@ -81,7 +81,7 @@ def all_kept(ids_BT: Tensor) -> Tensor:
 
 
 class Twin(NamedTuple):
-    """A weight of torch's, and those of ours that it holds one above the other."""
+    """A weight of torch's layer, and the weights of ours whose concatenation it is."""
 
     theirs: Tensor
     ours: list[Tensor]
@@ -116,13 +116,13 @@ def twins(ours: EncoderLayer | DecoderLayer, theirs: nn.Module) -> list[Twin]:
 
 @torch.no_grad()
 def copy_layer(ours: EncoderLayer | DecoderLayer, theirs: nn.Module) -> None:
-    """Give a layer of torch the weights of ours."""
+    """Copy the weights of our layer to torch's layer."""
     for twin in twins(ours, theirs):
         twin.theirs.copy_(torch.cat(twin.ours))
 
 
 def assert_same_gradients(ours: EncoderLayer | DecoderLayer, theirs: nn.Module) -> None:
-    """Compare what a backward pass through each left at every weight."""
+    """Compare the gradient of every weight after a backward pass through each layer."""
     for twin in twins(ours, theirs):
         mine = torch.cat([weight.grad for weight in twin.ours])
         torch.testing.assert_close(mine, twin.theirs.grad, **SAME)
@@ -156,13 +156,13 @@ def our_layer(kind: type, norm: str, activation: str) -> EncoderLayer | DecoderL
 
 
 def causal_leave_out(length: int) -> Tensor:
-    """Torch's mask: True is left out."""
+    """Torch's causal mask: True means masked."""
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 @pytest.mark.parametrize(("norm", "activation"), LAYERS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_an_encoder_layer_is_torchs_encoder_layer(norm, activation, is_causal):
+def test_an_encoder_layer_and_its_gradients_equal_torchs(norm, activation, is_causal):
     ours = our_layer(EncoderLayer, norm, activation)
     theirs = torch_layer(ours, norm, activation)
     keep_BS = left_keep(SRC_LENGTHS)
@@ -183,8 +183,8 @@ def test_an_encoder_layer_is_torchs_encoder_layer(norm, activation, is_causal):
 
 @pytest.mark.parametrize(("norm", "activation"), LAYERS)
 @pytest.mark.parametrize("length", [6, 5])
-def test_a_decoder_layer_is_torchs_decoder_layer(norm, activation, length):
-    """At length 5 the two sides are equally long: a mask of the wrong side would fit."""
+def test_a_decoder_layer_and_its_gradients_equal_torchs(norm, activation, length):
+    """At length 5 source and target are equally long: a mask of the wrong side would fit."""
     ours = our_layer(DecoderLayer, norm, activation)
     theirs = torch_layer(ours, norm, activation)
     keep_BS = left_keep(SRC_LENGTHS)
@@ -234,8 +234,10 @@ def embedded(table: nn.Embedding, ids_BT: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("tgt_lengths", [[5, 3, 2], TGT_LENGTHS])
-def test_the_whole_model_is_torchs_stacks_between_embeddings_and_output(norm, tgt_lengths):
-    """At length 5 the two sides are equally long: a mask of the wrong side would fit."""
+def test_states_and_embedding_gradients_of_the_whole_model_equal_those_of_torchs_stacks(
+    norm, tgt_lengths
+):
+    """At length 5 source and target are equally long: a mask of the wrong side would fit."""
     model = transformer(model_config(norm=norm))
     encoder, decoder = torch_stacks(model, norm)
     real = left_keep(tgt_lengths)
@@ -265,7 +267,7 @@ def test_the_whole_model_is_torchs_stacks_between_embeddings_and_output(norm, tg
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_every_weight_gets_torchs_gradient(norm):
+def test_the_gradients_of_all_layer_weights_equal_torchs(norm):
     model = transformer(model_config(norm=norm))
     encoder, decoder = torch_stacks(model, norm)
     src_BS, src_keep_BS, tgt_in_BT = inputs()
@@ -293,7 +295,7 @@ def test_every_weight_gets_torchs_gradient(norm):
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_window_is_torchs_stacks_under_a_band_written_place_by_place(norm, window):
+def test_an_attention_window_equals_torchs_stacks_with_a_band_mask(norm, window):
     model = transformer(model_config(norm=norm, attention_window=window))
     encoder, decoder = torch_stacks(model, norm)
     src_BS, tgt_in_BT = ids(2, 5, seed=1), ids(2, 6, seed=2)
@@ -354,7 +356,7 @@ def head_by_head(
 
 
 @torch.no_grad()
-def test_self_attention_is_the_formula_written_out_head_by_head():
+def test_self_attention_equals_the_formula_written_out_head_by_head():
     attention, x_BTD = our_attention(SelfAttention), normal(2, 5, D_MODEL)
     keep_TT = ~causal_leave_out(5)
     layer = attention.queries_keys_values
@@ -366,7 +368,7 @@ def test_self_attention_is_the_formula_written_out_head_by_head():
 
 
 @torch.no_grad()
-def test_cross_attention_is_the_formula_written_out_head_by_head():
+def test_cross_attention_equals_the_formula_written_out_head_by_head():
     attention, x_BTD = our_attention(CrossAttention), normal(3, 4, D_MODEL)
     keep_BS, memory_BSD = left_keep(SRC_LENGTHS), normal(3, 5, D_MODEL, seed=1)
     both = attention.source_keys_values
@@ -381,7 +383,7 @@ def test_cross_attention_is_the_formula_written_out_head_by_head():
 
 @pytest.mark.parametrize("seed", range(3))
 @torch.no_grad()
-def test_attention_without_a_mask_goes_along_with_any_order_of_its_input(seed):
+def test_self_attention_without_masked_positions_is_permutation_equivariant(seed):
     x_BTD, order = normal(2, 6, D_MODEL), torch.randperm(6, generator=torch.manual_seed(seed))
     keep = torch.ones(6, 6, dtype=torch.bool)
     for module in (our_attention(SelfAttention), our_layer(EncoderLayer, "post", "relu")):
@@ -390,7 +392,7 @@ def test_attention_without_a_mask_goes_along_with_any_order_of_its_input(seed):
 
 
 @torch.no_grad()
-def test_attention_to_the_source_does_not_care_for_the_order_of_the_memory():
+def test_cross_attention_does_not_depend_on_the_order_of_the_source_positions():
     attention, x_BTD, memory_BSD = (
         our_attention(CrossAttention),
         normal(2, 4, D_MODEL),
@@ -404,7 +406,7 @@ def test_attention_to_the_source_does_not_care_for_the_order_of_the_memory():
 
 
 @torch.no_grad()
-def test_an_encoder_whose_positions_are_all_alike_goes_along_with_any_order():
+def test_an_encoder_with_identical_position_embeddings_is_permutation_equivariant():
     model = transformer(model_config(positions="learned", max_positions=6))
     model.src_positions.table.weight.fill_(0.5)
     src_BS, order = ids(2, 6), torch.tensor([5, 0, 3, 1, 4, 2])
@@ -414,7 +416,7 @@ def test_an_encoder_whose_positions_are_all_alike_goes_along_with_any_order():
 
 
 @torch.no_grad()
-def test_positions_and_causality_are_what_makes_order_matter():
+def test_positions_and_a_causal_mask_each_break_permutation_equivariance():
     model = transformer(model_config())
     src_BS, order = ids(1, 6), torch.tensor([5, 0, 3, 1, 4, 2])
     memory = model.encode(src_BS, all_kept(src_BS))
@@ -429,7 +431,7 @@ def test_positions_and_causality_are_what_makes_order_matter():
 
 @every_variant
 @torch.no_grad()
-def test_attention_maps_are_shares_of_what_may_be_seen(config):
+def test_attention_maps_sum_to_one_and_are_zero_at_masked_positions(config):
     model, data = transformer(config), inputs()
     maps = model.attention_maps(*data)
     length, reach = data.tgt_in_BT.shape[1], config.attention_window or 99
@@ -449,7 +451,7 @@ def test_attention_maps_are_shares_of_what_may_be_seen(config):
         assert len(layers) == 2
         for weights in layers:
             whole = keep.expand_as(weights)
-            can_see = whole.any(-1)  # a padded place may have nothing but padding in its window
+            can_see = whole.any(-1)  # a padded position may have only padding in its window
             assert weights.isfinite().all()
             torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]).double())
             assert (weights[~whole & can_see[..., None]] == 0).all()
@@ -458,8 +460,8 @@ def test_attention_maps_are_shares_of_what_may_be_seen(config):
 
 @every_variant
 @torch.no_grad()
-def test_attention_maps_are_what_the_model_itself_mixes_by(config):
-    """Values mixed by the map, merged and projected, are the attention's own output."""
+def test_attention_maps_times_values_give_the_attention_outputs_of_the_model(config):
+    """The map times the values, merged and projected, equals the attention's own output."""
     model, data = transformer(config), inputs()
     outputs: dict[nn.Module, list[Tensor]] = {}
     values: dict[nn.Module, Tensor] = {}
@@ -488,8 +490,8 @@ def test_attention_maps_are_what_the_model_itself_mixes_by(config):
 
 
 @torch.no_grad()
-def test_attention_maps_are_those_of_one_thread():
-    """Another one uses the model meanwhile, for other data."""
+def test_attention_maps_do_not_include_forward_passes_of_other_threads():
+    """Another thread runs the model on other data at the same time."""
     model, data = transformer(model_config()), inputs()
     alone = model.attention_maps(*data)
     other = [tensor[:1] for tensor in data]
@@ -507,7 +509,7 @@ def test_attention_maps_are_those_of_one_thread():
         assert all(map(torch.equal, maps, expected))
 
 
-def test_attention_maps_leave_the_model_as_it_was():
+def test_attention_maps_leave_no_hooks_and_do_not_change_the_output():
     model, data = transformer(model_config()), inputs()
     before = model(*data)
     first, again = model.attention_maps(*data), model.attention_maps(*data)
@@ -520,7 +522,7 @@ def test_attention_maps_leave_the_model_as_it_was():
 
 
 @pytest.mark.parametrize("d_model", [2, 6, 512])
-def test_sinusoids_are_the_papers_formula(d_model):
+def test_sinusoids_equal_the_papers_formula(d_model):
     table = sinusoids(40, d_model)
     assert table.shape == (40, d_model)
     for position in (0, 1, 17, 39):
@@ -531,13 +533,13 @@ def test_sinusoids_are_the_papers_formula(d_model):
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 5000])
-def test_sinusoids_begin_where_they_are_told(first):
+def test_sinusoids_can_start_at_any_position(first):
     whole = sinusoids(first + 4, 8)
     torch.testing.assert_close(sinusoids(4, 8, first), whole[first:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("d_model", [6, 128, 512])
-def test_sinusoids_never_leave_minus_one_to_one(d_model):
+def test_sinusoids_are_at_most_one_and_each_sine_cosine_pair_has_norm_one(d_model):
     table = sinusoids(5000, d_model)
     assert float(table.abs().max()) <= 1
     pairs = table.view(5000, -1, 2)  # a sine and its cosine
@@ -545,7 +547,7 @@ def test_sinusoids_never_leave_minus_one_to_one(d_model):
 
 
 @pytest.mark.parametrize("d_model", [16, 128])
-def test_every_position_has_sinusoids_of_its_own(d_model):
+def test_sinusoids_of_different_positions_are_more_than_one_apart(d_model):
     table = sinusoids(1000, d_model)
     distances = torch.cdist(table, table).fill_diagonal_(torch.inf)
     assert float(distances.min()) > 1
@@ -556,8 +558,8 @@ def test_sinusoids_do_not_depend_on_the_length():
 
 
 @pytest.mark.parametrize("offset", [1, 3, 50])
-def test_a_step_between_positions_is_the_same_rotation_everywhere(offset):
-    """PE(i + k) = T_k PE(i), where T_k knows k alone."""
+def test_a_position_offset_is_the_same_rotation_of_sinusoids_at_every_position(offset):
+    """PE(i + k) = T_k PE(i), where T_k depends on k alone."""
     d_model = 8
     rotation_DD = torch.zeros(d_model, d_model, dtype=torch.float64)
     for i in range(0, d_model, 2):
@@ -569,13 +571,13 @@ def test_a_step_between_positions_is_the_same_rotation_everywhere(offset):
     torch.testing.assert_close(table[offset:], table[:-offset] @ rotation_DD.T, **SAME)
 
 
-def test_products_of_sinusoids_fall_with_the_distance_alike_on_both_sides():
+def test_dot_products_of_sinusoids_are_symmetric_and_fall_with_the_distance():
     table = sinusoids(900, 512)
     products = table @ table.T
     middle = 450
     before, after = products[middle, : middle + 1].flip(0), products[middle, middle:]
     torch.testing.assert_close(before[:450], after, rtol=1e-12, atol=1e-9)
-    for start in (0, 100):  # the distance decides, not the place
+    for start in (0, 100):  # only the distance matters, not the position
         torch.testing.assert_close(
             products[start, start : start + 450], after, rtol=1e-12, atol=1e-9
         )
@@ -585,10 +587,10 @@ def test_products_of_sinusoids_fall_with_the_distance_alike_on_both_sides():
     assert means == sorted(means, reverse=True)
 
 
-def test_embeddings_are_scaled_by_the_root_of_the_width():
+def test_source_embeddings_are_scaled_by_the_square_root_of_d_model():
     model = transformer(model_config())
     src_BS = ids(2, 3)
-    # take the layers away: what is left is what they would read
+    # without layers, `encode` returns the embeddings
     model.encoder = nn.ModuleList()
     without_layers = model.encode(src_BS, all_kept(src_BS))
     for sentence in range(2):
@@ -601,7 +603,7 @@ def test_embeddings_are_scaled_by_the_root_of_the_width():
             torch.testing.assert_close(without_layers[sentence, place], expected, **SAME)
 
 
-def test_embeddings_start_with_the_size_that_the_scaling_undoes():
+def test_embeddings_are_initialised_with_standard_deviation_one_over_root_d_model():
     torch.manual_seed(0)
     model = Transformer(model_config(d_model=64), 2000, 2000)
     for table in (model.src_embedding, model.tgt_embedding, model.output):
@@ -609,7 +611,7 @@ def test_embeddings_start_with_the_size_that_the_scaling_undoes():
         assert table.weight.mean().item() == pytest.approx(0, abs=0.002)
 
 
-def test_the_last_projection_of_every_branch_starts_small_and_the_others_do_not():
+def test_only_the_last_projection_of_every_residual_branch_is_initialised_small():
     torch.manual_seed(0)
     model = Transformer(model_config(d_model=64, d_ff=64), 50, 50)
     xavier = (6 / 128) ** 0.5  # of a square matrix of this size
@@ -639,7 +641,7 @@ def test_learned_positions_are_rows_of_a_table(length, first):
 
 
 @pytest.mark.parametrize(("length", "first"), [(9, 0), (3, 4), (1, 6), (2, 1000)])
-def test_places_after_the_last_learned_position_share_it(length, first):
+def test_positions_after_the_last_learned_one_share_its_embedding(length, first):
     torch.manual_seed(2)
     positions = Positions(LEARNED)
     rows = [min(place, 5) for place in range(first, first + length)]
@@ -648,8 +650,8 @@ def test_places_after_the_last_learned_position_share_it(length, first):
 
 
 @pytest.mark.parametrize("config", [model_config(), LEARNED], ids=["sinusoidal", "learned"])
-def test_positions_may_be_asked_for_in_any_order_and_shape(config):
-    """Few and many: sinusoids are kept, and more are computed when they are needed."""
+def test_position_encodings_can_be_looked_up_in_any_order_and_shape(config):
+    """Few and many: sinusoids are cached, and more are computed when they are needed."""
     torch.manual_seed(2)
     positions = Positions(config)
     if positions.table is None:
@@ -664,7 +666,7 @@ def test_positions_may_be_asked_for_in_any_order_and_shape(config):
 
 
 @torch.no_grad()
-def test_positions_that_were_computed_while_translating_serve_training():
+def test_sinusoids_cached_in_inference_mode_can_be_used_in_training():
     model, data = transformer(model_config()), inputs()
     with torch.inference_mode():
         model(*data)
@@ -673,7 +675,7 @@ def test_positions_that_were_computed_while_translating_serve_training():
     assert model.tgt_embedding.weight.grad is not None
 
 
-def test_each_side_adds_learned_positions_of_its_own_to_scaled_embeddings():
+def test_source_and_target_add_separate_learned_positions_to_scaled_embeddings():
     model, data = transformer(LEARNED), inputs()
     model.encoder, model.decoder = nn.ModuleList(), nn.ModuleList()
     for found, ids_BT, table, positions in (
@@ -695,7 +697,7 @@ def test_each_side_adds_learned_positions_of_its_own_to_scaled_embeddings():
     assert not torch.equal(model.src_positions.table.weight, model.tgt_positions.table.weight)
 
 
-def test_learned_positions_are_weights_and_sinusoids_are_none():
+def test_learned_positions_are_weights_and_sinusoids_are_not():
     extra = set(transformer(LEARNED).state_dict()) - set(transformer(model_config()).state_dict())
     assert extra == {"src_positions.table.weight", "tgt_positions.table.weight"}
     model = transformer(LEARNED)
@@ -705,12 +707,12 @@ def test_learned_positions_are_weights_and_sinusoids_are_none():
         assert reached.tolist() == [place < length for place in range(6)]
 
 
-def test_learned_positions_may_have_an_odd_width():
+def test_learned_positions_allow_an_odd_d_model():
     config = model_config(d_model=9, num_heads=3, positions="learned", max_positions=6)
     assert transformer(config)(*inputs()).shape == (3, 6, 9)
 
 
-def test_sinusoids_have_no_longest_length():
+def test_a_model_with_sinusoids_encodes_600_tokens():
     model = transformer(model_config(num_encoder_layers=1, num_decoder_layers=1))
     src_BS = ids(1, 600)
     memory = model.encode(src_BS, all_kept(src_BS))
@@ -718,7 +720,7 @@ def test_sinusoids_have_no_longest_length():
     assert memory.isfinite().all()
 
 
-# Step by step
+# Cached decoding
 
 
 def full_logits(model: Transformer, data: Inputs) -> Tensor:
@@ -752,22 +754,24 @@ def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(config
 
 
 JOIN = "two more sentences join"
-REORDERS: list[list[int] | str] = [  # before each step; rows of the one before, at first three
-    [0, 1, 2, 1, 1, 2, 0],  # hypotheses open, not the same number for all
-    [1, 1, 0, 5, 3, 3, 6, 2, 4],  # they multiply, die and change places
-    [0, 2, 1, 8, 6, 6],  # fewer; sentences stand in any order
+REORDERS: list[
+    list[int] | str
+] = [  # one before each step: rows of the previous step, which are three at first
+    [0, 1, 2, 1, 1, 2, 0],  # sentences get different numbers of hypotheses
+    [1, 1, 0, 5, 3, 3, 6, 2, 4],  # hypotheses are copied, dropped and moved
+    [0, 2, 1, 8, 6, 6],  # fewer, with the sentences in another order
     JOIN,  # with sources that are longer
     [0, 6, 5, 2, 7, 7, 6],
-    [5, 2, 4],  # most are gone, of the old and of the new
+    [5, 2, 4],  # most of the old and of the new are dropped
     JOIN,
-    [3, 0, 4],  # of the first sentences none is left, so that rows are shorter
+    [3, 0, 4],  # none of the first sentences is left, so that rows are shorter
     JOIN,
     [4],
 ]
 
 
 class Grown(NamedTuple):
-    """A source and a target, and the logits of the piece that follows."""
+    """A source and a target, and the logits of the next token."""
 
     src: list[int]
     tgt: list[int]
@@ -779,7 +783,7 @@ def begin(model: Transformer, data: Inputs) -> KVCache:
 
 
 def grown_by_steps(model: Transformer) -> list[Grown]:
-    """Decode step by step, with what `REORDERS` says before every step."""
+    """Decode step by step, and apply one entry of `REORDERS` before every step."""
     data = inputs()
     state, grown = begin(model, data), []
     src = [own[:length] for own, length in zip(data.src_BS.tolist(), SRC_LENGTHS, strict=True)]
@@ -803,14 +807,14 @@ def grown_by_steps(model: Transformer) -> list[Grown]:
 
 
 def grown_at_once(model: Transformer, one: Grown) -> Tensor:
-    """The same logits, of the whole target decoded at once, and alone."""
+    """The same logits, from full decoding of the target in a batch of its own."""
     src_1S, tgt_1T = torch.tensor([one.src]), torch.tensor([one.tgt])
     return full_logits(model, Inputs(src_1S, all_kept(src_1S), tgt_1T))[0, -1]
 
 
 @every_variant
 @torch.no_grad()
-def test_cached_decoding_goes_on_rightly_after_any_reorders_and_joins(config):
+def test_cached_decoding_equals_full_decoding_after_reorders_and_admissions(config):
     model = transformer(config)
     grown = grown_by_steps(model)
     assert {len(one.tgt) for one in grown} == {*range(1, 8)}
@@ -821,7 +825,9 @@ def test_cached_decoding_goes_on_rightly_after_any_reorders_and_joins(config):
 @every_variant
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
 @torch.no_grad()
-def test_cached_decoding_in_float32_is_what_float64_decodes(config, is_compiled, monkeypatch):
+def test_cached_decoding_in_float32_is_close_to_full_decoding_in_float64(
+    config, is_compiled, monkeypatch
+):
     if is_compiled and native.compiled() is None:
         pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
     exact, names = transformer(config), []
@@ -839,8 +845,8 @@ def test_cached_decoding_in_float32_is_what_float64_decodes(config, is_compiled,
 
 
 @torch.no_grad()
-def test_states_join_however_far_those_before_have_read():
-    """At once, after all others have ended, and three in a row."""
+def test_a_cache_admits_sentences_at_the_start_and_after_all_others_have_ended():
+    """Two are admitted before the first step, and two more after the first three have ended."""
     model = transformer(model_config(attention_window=2))
     src_BS, tgt_in_BT = ids(5, 4, seed=3), ids(5, 6, seed=4)
     expected = full_logits(model, Inputs(src_BS, all_kept(src_BS), tgt_in_BT))
@@ -860,8 +866,8 @@ def test_states_join_however_far_those_before_have_read():
 
 
 @torch.no_grad()
-def test_stores_hold_at_most_twice_what_was_read_at_once():
-    """However many sentences pass through, and however long each is read."""
+def test_cache_storage_is_at_most_twice_the_most_positions_in_use_at_once():
+    """The bound does not depend on the number of sentences that were decoded before."""
     model, data = transformer(model_config(attention_window=2)), inputs()
     state, most, most_read = begin(model, data), 0, [0, 0]
     for turn in range(20):
@@ -882,7 +888,7 @@ def test_stores_hold_at_most_twice_what_was_read_at_once():
 
 
 @torch.no_grad()
-def test_a_state_that_joins_is_left_as_it_was():
+def test_admitting_a_cache_into_another_does_not_change_the_admitted_cache():
     model, data = transformer(model_config()), inputs()
     joining, apart = begin(model, data), begin(model, data)
     state = begin(model, data)
@@ -896,7 +902,7 @@ def test_a_state_that_joins_is_left_as_it_was():
 
 
 @torch.no_grad()
-def test_no_hypothesis_writes_where_another_reads():
+def test_no_hypothesis_writes_to_a_cache_slot_that_another_one_reads():
     model = transformer(model_config())
     state, num_written = begin(model, inputs()), 0
     seen: set[int] = set()
@@ -909,12 +915,12 @@ def test_no_hypothesis_writes_where_another_reads():
         assert len({*newest}) == len(rows)
         assert not {*newest} & {*state.slots_NT[:, :-1].flatten().tolist()}
         seen, num_written = seen | {*newest}, num_written + len(newest)
-    assert len(seen) < num_written // 2  # some were written anew
+    assert len(seen) < num_written // 2  # some slots were reused
 
 
 @every_variant
 @torch.no_grad()
-def test_sources_of_one_length_are_read_apart_where_they_are_many(config, monkeypatch):
+def test_sources_of_equal_length_are_encoded_as_one_batch_where_they_are_many(config, monkeypatch):
     model, shapes, encode = transformer(config), [], Transformer.encode
     lengths = [5, 5, 5, 3, 3, 2, 4, 1, 6, 6, 2, 1]
     src_BS, keep_BS = ids(len(lengths), 6, seed=3), left_keep(lengths)
@@ -946,12 +952,12 @@ def test_hypotheses_share_one_copy_of_their_source():
     assert {len(source_RX) for source_RX in before} == {int(data.src_keep_BS.sum())}
 
 
-# What must not matter
+# Padding, batching and masks
 
 
 @every_variant
 @torch.no_grad()
-def test_padding_columns_change_nothing(config):
+def test_additional_padding_columns_do_not_change_the_output(config):
     model, data = transformer(config), inputs()
     more_src = torch.cat([data.src_BS, ids(3, 4, seed=9)], 1)
     more_keep = torch.cat([data.src_keep_BS, torch.zeros(3, 4, dtype=torch.bool)], 1)
@@ -964,7 +970,7 @@ def test_padding_columns_change_nothing(config):
 
 
 @every_variant
-def test_a_sentence_that_is_all_padding_gives_numbers_and_disturbs_no_other(config):
+def test_a_sentence_of_only_padding_gives_finite_values_and_does_not_change_other_rows(config):
     model, data = transformer(config), inputs()
     keep_BS = data.src_keep_BS.clone()
     keep_BS[1] = False
@@ -996,9 +1002,9 @@ def test_a_batch_equals_its_sentences_one_by_one(config):
 
 
 def reach(model: Transformer, table: nn.Embedding, length: int, is_encoder: bool) -> Tensor:
-    """Tell [to, from] which place reaches which, by the Jacobian of a stack's output.
+    """Tell for [to, from] whether an output depends on an input, by the Jacobian of a stack.
 
-    What is differentiated by is added to the embeddings, so that the whole stack is in between.
+    The offset that is differentiated by is added to the embeddings, below the whole stack.
     """
     src_BS, tgt_in_BT = ids(1, length, seed=1), ids(1, length, seed=2)
     memory = model.encode(src_BS, all_kept(src_BS)).detach()
@@ -1018,7 +1024,7 @@ def reach(model: Transformer, table: nn.Embedding, length: int, is_encoder: bool
 
 
 @every_variant
-def test_the_jacobian_of_a_state_by_the_target_after_it_is_exactly_zero(config):
+def test_the_jacobian_of_a_decoder_state_by_later_target_tokens_is_exactly_zero(config):
     model = transformer(config)
     reached_TT = reach(model, model.tgt_embedding, 7, is_encoder=False)
     assert not reached_TT.triu(1).any()
@@ -1027,7 +1033,7 @@ def test_the_jacobian_of_a_state_by_the_target_after_it_is_exactly_zero(config):
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("window", [None, 1, 2])
-def test_a_stack_reaches_its_window_once_a_layer_and_not_a_place_more(norm, window):
+def test_the_receptive_field_of_a_stack_is_exactly_its_window_times_its_layers(norm, window):
     config = model_config(norm=norm, attention_window=window)
     model, length = transformer(config), 8
     bound = length if window is None else window * config.num_encoder_layers
@@ -1039,7 +1045,7 @@ def test_a_stack_reaches_its_window_once_a_layer_and_not_a_place_more(norm, wind
                 assert bool(reached[place, other]) == is_near, (name, place, other)
 
 
-def test_every_target_place_sees_all_of_the_source_and_none_of_its_padding():
+def test_every_target_position_depends_on_every_source_token_and_on_no_padding():
     model = transformer(model_config())
     src_BS = torch.tensor([[3, 9, 5, 11, 7]])
     src_keep_BS = torch.tensor([[True, True, True, False, False]])
@@ -1054,7 +1060,7 @@ def test_every_target_place_sees_all_of_the_source_and_none_of_its_padding():
 # Weights
 
 
-def test_tied_embeddings_share_their_storage_as_named():
+def test_tie_embeddings_shares_exactly_the_tables_that_the_option_names():
     everything, decoder, none = (
         transformer(model_config(tie_embeddings=tie)) for tie in ("all", "decoder", "none")
     )
@@ -1074,14 +1080,14 @@ def test_tied_embeddings_share_their_storage_as_named():
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("tie", ["all", "decoder", "none"])
 @pytest.mark.parametrize("positions", [{}, {"positions": "learned", "max_positions": 33}])
-def test_weights_are_counted_before_a_model_is_made(norm, tie, positions):
+def test_count_weights_equals_the_number_of_parameters_of_the_built_model(norm, tie, positions):
     layers = {"num_encoder_layers": 3, "num_decoder_layers": 2}
     config = model_config(norm=norm, tie_embeddings=tie, **layers, **positions)
     num_src = 20 if tie == "all" else 31
     assert count_weights(config, num_src, 20) == num_parameters(Transformer(config, num_src, 20))
 
 
-def test_tied_embeddings_are_each_others_gradient():
+def test_the_gradient_of_tied_embeddings_is_the_sum_of_the_untied_gradients():
     model, data = transformer(model_config(tie_embeddings="all")), inputs()
     full_logits(model, data)[..., 0].sum().backward()
     untied = transformer(model_config(tie_embeddings="none"))
@@ -1126,7 +1132,7 @@ def test_tied_embeddings_are_stored_once_and_stay_tied_through_saving_loading_an
     assert not torch.equal(loaded.tgt_embedding.weight, model.tgt_embedding.weight)
 
 
-def test_sides_may_have_vocabularies_of_different_sizes():
+def test_source_and_target_vocabularies_may_differ_in_size():
     model = transformer(model_config(tie_embeddings="decoder"), 11, 17)
     src_BS = ids(2, 3, num_pieces=11)
     states = model(src_BS, all_kept(src_BS), ids(2, 4, num_pieces=17))
@@ -1136,7 +1142,9 @@ def test_sides_may_have_vocabularies_of_different_sizes():
 @pytest.mark.parametrize(
     ("d", "ff", "heads", "millions"), [(512, 2048, 8, 63.1), (1024, 4096, 16, 214.2)]
 )
-def test_base_and_big_have_the_parameters_of_the_papers_sizes(d, ff, heads, millions):
+def test_the_papers_base_and_big_sizes_have_the_expected_number_of_parameters(
+    d, ff, heads, millions
+):
     config = model_config(
         d_model=d,
         d_ff=ff,
@@ -1156,12 +1164,12 @@ def test_base_and_big_have_the_parameters_of_the_papers_sizes(d, ff, heads, mill
     assert found / 1e6 == pytest.approx(millions, abs=0.05)  # the paper's table says 65 and 213
 
 
-def test_weights_are_as_many_as_their_names_when_nothing_is_tied():
+def test_num_parameters_equals_the_size_of_the_state_dict_when_nothing_is_tied():
     model = transformer(model_config())
     assert num_parameters(model) == sum(weight.numel() for weight in model.state_dict().values())
 
 
-def test_a_model_follows_from_the_seed():
+def test_the_seed_determines_the_initial_weights():
     first, again, other = (
         transformer(model_config(), seed=seed).state_dict() for seed in (1, 1, 2)
     )
@@ -1169,13 +1177,13 @@ def test_a_model_follows_from_the_seed():
     assert not torch.equal(first["output.weight"], other["output.weight"])
 
 
-# Dropout and the type of matrix products
+# Dropout and the dtype of matrix products
 
 
 DROPOUTS = {"dropout": 0.5, "attention_dropout": 0.25, "activation_dropout": 0.125}
 
 
-def test_every_dropout_of_the_config_reaches_its_modules_and_no_other():
+def test_each_dropout_rate_of_the_config_is_set_on_its_modules_and_no_others():
     model = transformer(model_config(**DROPOUTS))
     rates = {name: part.rate for name, part in model.named_modules() if isinstance(part, Dropout)}
     expected = {"dropout": 0.5}
@@ -1205,7 +1213,7 @@ def test_dropout_acts_on_both_embeddings_and_on_every_sublayer(norm):
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout_changes_training_and_leaves_eval_alone(name):
+def test_dropout_is_random_in_training_mode_and_off_in_eval_mode(name):
     data = inputs()
     without = transformer(model_config())
     model = transformer(model_config(**{name: 0.5}))
@@ -1214,7 +1222,7 @@ def test_dropout_changes_training_and_leaves_eval_alone(name):
     assert not torch.equal(model(*data), model(*data))
 
 
-def test_dropout_inside_of_the_layers_is_off_unless_it_is_asked_for():
+def test_attention_and_activation_dropout_are_off_by_default():
     assert ModelConfig().attention_dropout == ModelConfig().activation_dropout == 0
     model, data = transformer(model_config()), inputs()
     expected = model(*data)
@@ -1223,13 +1231,13 @@ def test_dropout_inside_of_the_layers_is_off_unless_it_is_asked_for():
 
 @torch.no_grad()
 def transparent(layer: Linear) -> None:
-    """Let the output of a layer be its input."""
+    """Make a linear layer the identity."""
     nn.init.eye_(layer.weight)
     nn.init.zeros_(layer.bias)
 
 
 def assert_dropped(found: Tensor, whole: Tensor, rate: float) -> None:
-    """Every place is zero or scaled up by 1 / (1 - rate), and the rate is about right."""
+    """Every element is zero or scaled up by 1 / (1 - rate), and the rate is about right."""
     is_zero = found == 0
     torch.testing.assert_close(found[~is_zero], whole[~is_zero] / (1 - rate), rtol=1e-3, atol=0)
     deviation = math.sqrt(rate * (1 - rate) / whole.numel())
@@ -1237,7 +1245,7 @@ def assert_dropped(found: Tensor, whole: Tensor, rate: float) -> None:
 
 
 def whole_and_dropped(module: nn.Module, arguments: tuple) -> tuple[Tensor, Tensor]:
-    """What a module gives in eval mode, and while it trains."""
+    """The output of a module in eval mode, and in training mode."""
     with torch.enable_grad():
         return module.eval()(*arguments)[0].detach(), module.train()(*arguments)[0].detach()
 
@@ -1250,10 +1258,10 @@ every_way = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("size", [40, 200])
 @every_way
 @torch.no_grad()
-def test_attention_dropout_zeroes_weights_after_the_softmax_and_scales_the_rest(
+def test_attention_dropout_zeroes_weights_after_the_softmax_and_scales_the_kept_ones(
     rate, kind, size, dtype
 ):
-    """With one head, and values that are unit vectors, the output is the weights themselves."""
+    """With one head, and values that are unit vectors, the output equals the attention weights."""
     config = model_config(d_model=size, num_heads=1, attention_dropout=rate)
     eye_TD = torch.eye(size, dtype=dtype)
     torch.manual_seed(6)
@@ -1280,7 +1288,7 @@ def test_attention_dropout_zeroes_weights_after_the_softmax_and_scales_the_rest(
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @every_way
 @torch.no_grad()
-def test_activation_dropout_stands_between_the_activation_and_the_second_matrix(
+def test_activation_dropout_is_applied_between_the_activation_and_the_second_linear_layer(
     rate, activation, dtype
 ):
     size = 40
@@ -1299,8 +1307,8 @@ def test_activation_dropout_stands_between_the_activation_and_the_second_matrix(
 
 
 @every_variant
-def test_the_way_that_trains_fast_computes_what_float64_computes(config):
-    """Both masks, a sentence of padding alone, and every gradient, in float32."""
+def test_float32_states_and_gradients_are_close_to_float64(config):
+    """Covers both masks, a sentence of only padding, and every gradient."""
     data = inputs()
     data.src_keep_BS[1] = False
     found = []
@@ -1315,7 +1323,7 @@ def test_the_way_that_trains_fast_computes_what_float64_computes(config):
 
 
 @torch.no_grad()
-def test_states_and_products_are_in_the_type_that_is_asked_for():
+def test_compute_in_sets_the_dtype_of_states_and_linear_layers():
     model, data = transformer(model_config()).float(), inputs()
     plain = model(*data)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
@@ -1338,7 +1346,7 @@ def test_states_and_products_are_in_the_type_that_is_asked_for():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_the_weights_of_all_linear_maps_are_packed_in_the_precision_that_is_asked_for(precision):
+def test_pack_weights_packs_all_linear_layers_in_the_given_precision(precision):
     model = transformer(model_config()).float()
     model.pack_weights(precision)
     packed = [module._packed for module in model.modules() if isinstance(module, Linear)]

@@ -1,4 +1,4 @@
-"""Every variant of the model trains and translates, and the page that describes them is true."""
+"""Every variant of the model trains and translates, and all names in docs/model.md exist."""
 
 import ast
 import json
@@ -62,7 +62,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Train a variant through the command line, shrunk but for what makes it one."""
+    """Train a variant through the command line, at a small size, with its own options kept."""
     monkeypatch.chdir(corpus)
 
     def trained(name: str) -> Trained:
@@ -77,18 +77,18 @@ def train(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return trained
 
 
-def test_the_variants_that_the_documents_ask_for_are_shipped() -> None:
+def test_configs_exist_for_paper_prenorm_learned_and_encoder_padding() -> None:
     assert {"paper", "prenorm", "learned", "encoder_padding"} <= set(VARIANTS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_says_above_its_keys_whose_model_it_is(name: str) -> None:
+def test_a_comment_at_the_top_of_each_variant_config_mentions_its_source(name: str) -> None:
     _, first, second, *_ = (DIRECTORY / f"{name}.yaml").read_text("utf-8").splitlines()
     assert first.startswith("# ") and second.startswith("# ")
     assert "document" in first or "paper" in first or "listings" in first
 
 
-def test_the_variants_are_what_they_are_named_for() -> None:
+def test_the_variant_configs_set_the_options_that_their_names_promise() -> None:
     paper, prenorm, learned, padding = (
         config_file.load(DIRECTORY / f"{name}.yaml")
         for name in ("paper", "prenorm", "learned", "encoder_padding")
@@ -141,7 +141,7 @@ def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
 @pytest.mark.parametrize(
     ("name", "num_tables"), [("paper", 1), ("encoder_padding", 2), ("learned", 3)]
 )
-def test_a_run_stores_tables_that_are_one_once(train: Any, name: str, num_tables: int) -> None:
+def test_a_run_stores_tied_embedding_tables_once(train: Any, name: str, num_tables: int) -> None:
     stored = set(load_file(train(name).run.model_path))
     tables = {"src_embedding.weight", "tgt_embedding.weight", "output.weight"}
     assert len(tables & stored) == num_tables
@@ -149,8 +149,8 @@ def test_a_run_stores_tables_that_are_one_once(train: Any, name: str, num_tables
 
 
 @torch.no_grad()
-def test_no_id_means_padding_to_the_model(train: Any) -> None:
-    """The loss of a batch that is padded with 0, as here, or with 1, as in a document."""
+def test_the_loss_does_not_depend_on_the_id_used_for_padding(train: Any) -> None:
+    """Compare the loss of a batch padded with 0, as in mtrain, and with 1."""
     translator = load(train("encoder_padding").run, loading=LoadOptions("cpu"))
     translator.model.eval()
     special = translator.tokenizer.tgt
@@ -185,7 +185,7 @@ def test_every_test_that_the_page_names_exists() -> None:
     assert words == {word for pair in named for word in pair}
 
 
-def test_every_name_of_the_package_that_the_page_uses_exists() -> None:
+def test_every_class_and_function_that_the_page_names_exists() -> None:
     trees = [
         ast.parse((REPOSITORY / "mtrain" / "model" / name).read_text(encoding="utf-8"))
         for name in ("transformer.py", "kv_cache.py")

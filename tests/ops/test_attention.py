@@ -1,4 +1,4 @@
-"""Hold attention, plain and compiled, to the formula written out in float64."""
+"""Compare attention, in PyTorch and in C, with the formula written out in float64."""
 
 import math
 import subprocess
@@ -33,7 +33,7 @@ KINDS = ["everything", "causal", "padding", "empty", "scattered", "window"]
 
 
 def keep_of(kind: str, num_queries: int, num_keys: int, batch: int = 2) -> Tensor | None:
-    """Return a mask as the model makes it, or wilder."""
+    """Return a mask like the model's, or a more general one."""
     everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
     lengths = torch.tensor([num_keys, min(2, num_keys), 1][:batch])
     if kind == "everything":
@@ -47,7 +47,7 @@ def keep_of(kind: str, num_queries: int, num_keys: int, batch: int = 2) -> Tenso
         keep = torch.rand(batch, 1, num_queries, num_keys, generator=rng) < 0.5
         keep[..., 0] |= ~keep.any(-1)
         return keep
-    if kind == "empty":  # one of the sentences keeps no key
+    if kind == "empty":  # all keys of one of the sentences are masked
         lengths[1] = 0
     return (torch.arange(num_keys) < lengths[:, None])[:, None, None, :]
 
@@ -55,7 +55,7 @@ def keep_of(kind: str, num_queries: int, num_keys: int, batch: int = 2) -> Tenso
 def mixed(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, share: Tensor | float = 1.0
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d_k)) v written out; a row that keeps nothing weighs all alike."""
+    """softmax(q k^T / sqrt(d_k)) v written out; a fully masked row weighs all keys equally."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if keep is not None:
         scores = scores - 1e200 * keep.logical_not().double()
@@ -72,12 +72,12 @@ def has_compiled_attention(way: Way, num_keys: int) -> bool:
 
 
 def roundings_of_attention(way: Way) -> int:
-    """How often a sum's terms are rounded: weights are, where products come in pairs."""
+    """How often the terms of a sum are rounded: compiled bfloat16 rounds the weights too."""
     return 2 if way.is_compiled and way.dtype is SHORT else 1
 
 
 def assert_mixed(way: Way, inputs: list[Tensor], keep: Tensor | None, floor: float = 1e-11) -> None:
-    """Hold attention and its gradients to the formula."""
+    """Compare attention and its gradients with the formula."""
     upstream = normal(*inputs[0].shape, seed=9, dtype=way.dtype)
     ours = grads_of(attention(*inputs, keep), upstream, inputs)
     assert {tensor.dtype for tensor in ours} == {way.dtype}
@@ -90,12 +90,12 @@ def assert_mixed(way: Way, inputs: list[Tensor], keep: Tensor | None, floor: flo
 @EACH_WAY
 @pytest.mark.parametrize("num_keys", [1, 7, 16, 17, *LIMITS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_the_formula_written_out(way, calls, num_keys, kind):
+def test_attention_equals_the_formula_written_out(way, calls, num_keys, kind):
     inputs = queries_keys_values(5, num_keys, 6, way.dtype)
     keep, is_compiled = keep_of(kind, 5, num_keys), has_compiled_attention(way, num_keys)
     if kind != "empty" or is_compiled or num_keys <= attention_module._MAX_MATMUL_KEYS:
         assert_mixed(way, inputs, keep)
-    else:  # where nothing is kept, PyTorch's fused kernel has another gradient
+    else:  # where all keys are masked, PyTorch's fused kernel has another gradient
         way.assert_near(attention(*inputs, keep), mixed(*exactly(inputs), keep))
     assert calls == (["attention", "attention_grad"] if is_compiled else [])
 
@@ -116,8 +116,8 @@ def test_attention_takes_any_number_of_queries(way, calls, num_queries, kind):
 
 @EACH_WAY
 @pytest.mark.parametrize("kind", ["everything", "empty"])
-def test_attention_takes_heads_that_lie_side_by_side(way, calls, kind):
-    """As the model cuts them out of one product, and merges them again."""
+def test_attention_takes_heads_that_are_views_of_one_tensor(way, calls, kind):
+    """As the model splits the output of one linear layer into heads, and merges them again."""
     joined = leaf(3, 7, 3 * 4 * 6, dtype=way.dtype)
     upstream = normal(3, 7, 24, seed=9, dtype=way.dtype)
     keep = keep_of(kind, 7, 7, batch=3)
@@ -134,7 +134,7 @@ def test_attention_takes_heads_that_lie_side_by_side(way, calls, kind):
 
 
 def projected(x: Tensor, count: int) -> Tensor:
-    """Return what parts are cut out of: a tensor that has a history."""
+    """Return a tensor to cut into chunks, which has an autograd history."""
     return torch.cat([x * (1 + number) for number in range(count)], -1)
 
 
@@ -144,8 +144,8 @@ def heads(x: Tensor) -> Tensor:
 
 @EACH_WAY
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 7), (1, 1)])
-def test_parts_are_torchs_chunks_forward_and_backward(way, calls, lengths):
-    """Of a sequence that attends to itself, and of one that attends to another."""
+def test_chunk_last_equals_torch_chunk_forward_and_backward(way, calls, lengths):
+    """In self-attention, and in attention to another sequence."""
     found, expected = (
         [
             grads_of(attention(*map(heads, cut(projected(x, 3), 3)), None), above, [x]),
@@ -167,7 +167,9 @@ def test_parts_are_torchs_chunks_forward_and_backward(way, calls, lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
-def test_the_gradients_of_parts_that_attention_made_stay_where_they_are(dtype, monkeypatch):
+def test_the_backward_pass_of_chunk_last_after_attention_does_not_call_torch_cat(
+    dtype, monkeypatch
+):
     x = leaf(3, 7, 18, dtype=dtype)
     mixed_up = attention(*map(heads, chunk_last(x, 3)), None)
     monkeypatch.setattr(torch, "cat", None)
@@ -177,8 +179,8 @@ def test_the_gradients_of_parts_that_attention_made_stay_where_they_are(dtype, m
 
 @EACH_WAY
 @pytest.mark.parametrize("used", [[0], [2], [0, 1, 2], [0, 0, 1, 2]])
-def test_the_gradients_of_parts_come_from_anywhere(way, calls, used):
-    """Of parts that nothing reads they are zero."""
+def test_the_gradient_of_chunk_last_sums_the_gradients_of_every_use_of_a_chunk(way, calls, used):
+    """The gradient of an unused chunk is zero."""
     x = leaf(2, 3, 12, dtype=way.dtype)
     sums = [chunk_last(x, 3)[number] for number in used]
     (found,) = torch.autograd.grad(
@@ -191,7 +193,7 @@ def test_the_gradients_of_parts_come_from_anywhere(way, calls, used):
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 0)])
-def test_gradients_that_lie_side_by_side_in_another_order_are_put_in_theirs(order):
+def test_chunk_gradients_that_are_views_in_another_order_are_concatenated_in_chunk_order(order):
     x, above = leaf(2, 3, 8, dtype=torch.float32), normal(2, 3, 8, dtype=torch.float32)
     given = [above.chunk(2, -1)[number] for number in order]
     (found,) = torch.autograd.grad(chunk_last(x, 2), x, given)
@@ -200,7 +202,7 @@ def test_gradients_that_lie_side_by_side_in_another_order_are_put_in_theirs(orde
 
 @EACH_WAY
 def test_attention_takes_any_strides(way, calls):
-    """Each of its tensors lies in memory in an order of its own."""
+    """Each of its tensors has its dimensions in another memory order."""
     sizes = {"b": 2, "h": 3, "t": 5, "s": 7, "k": 6}
     orders = ["kthb", "shbk", "bshk", "btkh"]
 
@@ -225,7 +227,7 @@ def test_attention_takes_any_strides(way, calls):
 
 
 @EACH_WAY
-def test_the_gradient_of_attention_can_be_a_single_number_for_all(way, calls):
+def test_attention_takes_an_expanded_scalar_as_its_output_gradient(way, calls):
     inputs = queries_keys_values(5, 7, 6, way.dtype)
     attention(*inputs, None).sum().backward()  # an expanded scalar
     exact = exactly(inputs)
@@ -235,7 +237,7 @@ def test_the_gradient_of_attention_can_be_a_single_number_for_all(way, calls):
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_attention_is_torchs_own(kind):
+def test_attention_equals_torchs_scaled_dot_product_attention(kind):
     inputs, keep = queries_keys_values(5, 7, 6, torch.float64), keep_of(kind, 5, 7)
     reference = F.scaled_dot_product_attention(*inputs, attn_mask=keep)
     torch.testing.assert_close(attention(*inputs, keep), reference, **SAME)
@@ -244,7 +246,7 @@ def test_attention_is_torchs_own(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, SHORT])
 @torch.no_grad()
-def test_all_plain_paths_of_attention_agree(kind, dtype, monkeypatch):
+def test_attention_in_pytorch_by_matmul_equals_that_by_the_fused_kernel(kind, dtype, monkeypatch):
     q, k, v = queries_keys_values(7, 7, 6, dtype)
     keep = keep_of(kind, 7, 7)
     batched = attention(q, k, v, keep)
@@ -254,7 +256,7 @@ def test_all_plain_paths_of_attention_agree(kind, dtype, monkeypatch):
 
 @EACH_WAY
 @pytest.mark.parametrize("num_keys", [7, *BEYOND])
-def test_a_query_that_keeps_no_key_gets_the_mean_of_all_values(way, calls, num_keys):
+def test_a_query_whose_keys_are_all_masked_gets_the_mean_of_all_values(way, calls, num_keys):
     keep = torch.ones(2, 1, 3, num_keys, dtype=torch.bool)
     keep[0, :, 1] = False
     inputs = queries_keys_values(3, num_keys, 6, way.dtype)
@@ -268,7 +270,7 @@ def test_a_query_that_keeps_no_key_gets_the_mean_of_all_values(way, calls, num_k
 
 @EACH_WAY
 @pytest.mark.parametrize("num_keys", [7, *BEYOND])
-def test_a_key_that_is_not_kept_has_exactly_no_influence(way, calls, num_keys):
+def test_a_masked_key_has_exactly_no_influence(way, calls, num_keys):
     keep = (torch.arange(num_keys) < num_keys - 2)[None, None, None, :]
     q, k, v = queries_keys_values(3, num_keys, 6, way.dtype)
     out = attention(q, k, v, keep)
@@ -285,7 +287,7 @@ def test_a_key_that_is_not_kept_has_exactly_no_influence(way, calls, num_keys):
 @EACH_WAY
 @pytest.mark.parametrize("num_keys", [7, 16, 33, *BEYOND])
 @pytest.mark.parametrize("kind", ["everything", "scattered"])
-def test_attention_drops_weights_after_the_softmax_and_the_same_ones_backward(
+def test_attention_dropout_acts_after_the_softmax_and_uses_the_same_mask_in_the_backward_pass(
     way, calls, num_keys, kind
 ):
     inputs, keep = queries_keys_values(5, num_keys, 6, way.dtype), keep_of(kind, 5, num_keys)
@@ -303,8 +305,10 @@ def test_attention_drops_weights_after_the_softmax_and_the_same_ones_backward(
 
 @EACH_WAY
 @pytest.mark.parametrize("num_keys", [100, 200])
-def test_attention_zeroes_a_share_of_the_weights_and_keeps_their_expectation(way, calls, num_keys):
-    """With values that are unit vectors, the output is the weights themselves: all the same."""
+def test_attention_dropout_zeroes_the_given_share_of_weights_and_keeps_their_mean(
+    way, calls, num_keys
+):
+    """With values that are unit vectors, the output equals the weights, which are all equal."""
     rate, eye = 0.2, torch.eye(num_keys, dtype=way.dtype).expand(4, 2, num_keys, num_keys)
     q = torch.zeros(4, 2, 100, num_keys, dtype=way.dtype, requires_grad=True)
     torch.manual_seed(5)
@@ -327,7 +331,7 @@ def test_attention_dropout_is_off_in_eval_mode_and_at_rate_zero(way, calls):
 
 @pytest.mark.parametrize("num_keys", [7, *BEYOND])
 @pytest.mark.parametrize("kind", ["everything", "scattered"])
-def test_plain_attention_with_dropout_passes_gradcheck(num_keys, kind):
+def test_attention_in_pytorch_with_dropout_passes_gradcheck(num_keys, kind):
     keep, dropout = keep_of(kind, 2, num_keys), fixed(Dropout(0.3))
     inputs = queries_keys_values(2, num_keys, 2, torch.float64, heads=1)
     inputs[1:] = [x.detach() for x in inputs[1:]] if num_keys > 10 else inputs[1:]
@@ -335,11 +339,11 @@ def test_plain_attention_with_dropout_passes_gradcheck(num_keys, kind):
 
 
 @EACH_WAY
-def test_attention_of_extreme_scores_stays_finite_and_right(way, calls):
+def test_attention_with_extreme_scores_equals_the_formula(way, calls):
     q, k, v = queries_keys_values(5, 7, 6, way.dtype)
     with torch.no_grad():
         q *= 1e4
-    # where one key takes nearly all, the gradient is a difference of like numbers
+    # where one key has nearly all the weight, the gradient is a difference of close numbers
     assert_mixed(way, [q, k, v], keep_of("padding", 5, 7), floor=1e-7)
 
 
@@ -370,19 +374,19 @@ except MemoryError:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much a process holds")
 @pytest.mark.parametrize("way_through", ["forward", "backward"])
-def test_attention_that_the_memory_does_not_hold_says_so(calls, way_through):
-    """An update is made in halves then."""
+def test_attention_raises_memory_error_when_memory_runs_out(calls, way_through):
+    """Training then splits the micro-batch in halves."""
     command = [sys.executable, "-c", RUN_OUT_OF_MEMORY, way_through]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "MemoryError\n", "")
 
 
 HEADS = [(1, 1), (2, 6), (3, 16), (1, 17), (3, 32), (2, 64), (1, 257)]  # how many, width
-HEADS += [(4, 6), (4, 32), (8, 32), (4, 64), (8, 64), (12, 64)]  # four at once, or not
+HEADS += [(4, 6), (4, 32), (8, 32), (4, 64), (8, 64), (12, 64)]  # in C, four heads at once
 
 
 def attended(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads: int) -> Tensor:
-    """Each query over the rows that it names, written out."""
+    """Attention of each query to the cache rows in its slots, written out."""
     rows = []
     for q_D, slots_T in zip(q_ND.double(), slots_NT.tolist(), strict=True):
         seen_TX = cache_RX.double()[[place for place in slots_T if place >= 0]]
@@ -394,7 +398,7 @@ def attended(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads: int) -
 
 
 def slots_of(num_rows: int, count: int, num_stored: int, seed: int = 0) -> Tensor:
-    """Rows of the store in any order, some of them none; each query names at least one."""
+    """Cache rows in any order, some of them -1 (none); each query has at least one."""
     rng = torch.Generator().manual_seed(seed)
     slots_NT = torch.randint(-num_stored // 2, num_stored, (num_rows, count), generator=rng)
     slots_NT[:, -1].clamp_(min=0)
@@ -405,7 +409,9 @@ def slots_of(num_rows: int, count: int, num_stored: int, seed: int = 0) -> Tenso
 @pytest.mark.parametrize(("num_heads", "width"), HEADS)
 @pytest.mark.parametrize("count", [1, 4, 7, 33])
 @torch.no_grad()
-def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, monkeypatch):
+def test_paged_attention_equals_the_formula_written_out(
+    way, calls, num_heads, width, count, monkeypatch
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     d_model = num_heads * width
     q_ND = normal(5, d_model, dtype=way.dtype)
@@ -420,7 +426,7 @@ def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, 
 @EACH_WAY
 @pytest.mark.parametrize(("num_heads", "width"), HEADS)
 @torch.no_grad()
-def test_attend_to_a_cache_in_bfloat16_is_that_to_its_numbers(
+def test_paged_attention_to_a_bfloat16_cache_equals_that_to_the_cache_in_the_query_dtype(
     way, calls, num_heads, width, monkeypatch
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -436,12 +442,14 @@ def test_attend_to_a_cache_in_bfloat16_is_that_to_its_numbers(
 
 @EACH_WAY
 @torch.no_grad()
-def test_attend_of_queries_in_bfloat16_to_a_cache_in_float_rounds_it(way, calls):
+def test_paged_attention_with_bfloat16_queries_rounds_a_float32_cache(way, calls):
     q_ND, slots_NT = normal(5, 12, dtype=torch.bfloat16), slots_of(5, 7, 20)
     cache_RX = normal(20, 24, seed=1, dtype=torch.float32)
     found = paged_attention(q_ND, cache_RX, slots_NT, 2)
     assert found.dtype is torch.bfloat16
-    assert "paged_attention" not in calls  # it reads no cache that is wider than its queries
+    assert (
+        "paged_attention" not in calls
+    )  # the C function reads no cache that is wider than its queries
     rounded_RX = cache_RX.bfloat16()
     torch.testing.assert_close(
         found.double(), attended(q_ND, rounded_RX, slots_NT, 2), atol=0.03, rtol=0.03
@@ -449,8 +457,8 @@ def test_attend_of_queries_in_bfloat16_to_a_cache_in_float_rounds_it(way, calls)
 
 
 @EACH_WAY
-def test_attend_takes_queries_and_places_that_are_not_contiguous(way, calls):
-    """As the model cuts them: queries out of one product, a window out of all places."""
+def test_paged_attention_takes_queries_and_slots_that_are_not_contiguous(way, calls):
+    """As in the model: queries are a slice of a projection, a window is a slice of the slots."""
     cache_RX, slots_NT = normal(20, 24, seed=1, dtype=way.dtype), slots_of(5, 11, 20)
     queries = normal(5, 36, dtype=way.dtype)[:, 12:24], normal(12, 5, dtype=way.dtype).T
     for q_ND in queries:
@@ -465,8 +473,8 @@ TWO_OR_FOUR = pytest.mark.parametrize(("d_model", "heads"), [(12, 2), (128, 4)])
 
 @EACH_WAY
 @TWO_OR_FOUR
-def test_attend_reads_no_row_that_is_not_named(way, calls, d_model, heads):
-    """A store is larger than what was written into it."""
+def test_paged_attention_reads_no_cache_row_outside_its_slots(way, calls, d_model, heads):
+    """A cache has more rows than were written."""
     q_ND, cache_RX = (
         normal(5, d_model, dtype=way.dtype),
         normal(20, 2 * d_model, seed=1, dtype=way.dtype),
@@ -480,7 +488,7 @@ def test_attend_reads_no_row_that_is_not_named(way, calls, d_model, heads):
 
 @EACH_WAY
 @TWO_OR_FOUR
-def test_attend_of_extreme_scores_stays_finite_and_right(way, calls, d_model, heads):
+def test_paged_attention_with_extreme_scores_equals_the_formula(way, calls, d_model, heads):
     q_ND, cache_RX = (
         normal(5, d_model, dtype=way.dtype) * 1e4,
         normal(20, 2 * d_model, seed=1, dtype=way.dtype),
@@ -494,7 +502,7 @@ def test_attend_of_extreme_scores_stays_finite_and_right(way, calls, d_model, he
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("half", [0, 1])
 @TWO_OR_FOUR
-def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(
+def test_paged_attention_propagates_nan_and_inf_only_to_queries_that_read_them(
     way, calls, value, half, d_model, heads
 ):
     q_ND, cache_RX = (
@@ -510,7 +518,7 @@ def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_attention_hands_on_what_is_not_finite(way, calls, value, which):
+def test_attention_propagates_nan_and_inf_to_its_output_and_gradients(way, calls, value, which):
     inputs = queries_keys_values(5, 20, 6, way.dtype)
     tensor = inputs["qkv".index(which)]
     with torch.no_grad():
@@ -525,8 +533,8 @@ def test_attention_hands_on_what_is_not_finite(way, calls, value, which):
 @pytest.mark.parametrize("rows", [[0, 9], [9, 0], [2**61, 0], [-1, 9]])
 @BOTH_PATHS
 @torch.no_grad()
-def test_a_slot_beyond_the_cache_is_an_error(way, calls, one_thread, rows):
-    """In the first query, and in the last."""
+def test_a_slot_outside_the_cache_raises_an_index_error(way, calls, one_thread, rows):
+    """Once in the first query, and once in the last."""
     q_ND, cache_RX = normal(4, 6, dtype=way.dtype), normal(9, 12, dtype=way.dtype)
     for place in (0, 3):
         slots_NT = torch.tensor([[0, 8]] * 4)

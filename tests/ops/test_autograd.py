@@ -1,4 +1,4 @@
-"""What autograd may ask of the operations: second derivatives, recomputation, hooks, copies."""
+"""The operations under autograd: second derivatives, recomputation, hooks, copies."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def operations(dtype: torch.dtype) -> dict[str, Operation]:
 
 
 def refuses(way: Way, name: str) -> bool:
-    """Return whether an operation has no second derivative, in this way."""
+    """Return whether an operation has no second derivative with this dtype and implementation."""
     if name in ("dropout", "loss"):
         return True
     if name == "chunks":
@@ -53,9 +53,11 @@ def refuses(way: Way, name: str) -> bool:
 
 @EACH_PRODUCT
 @pytest.mark.parametrize("name", operations(torch.float32))
-def test_a_second_derivative_is_refused_or_right(way: Way, calls: list[str], name: str) -> None:
-    """With a sum of squares of the gradient, as a gradient penalty has it."""
-    torch.manual_seed(0)  # of the weights, whatever ran before
+def test_a_second_derivative_is_correct_or_raises_an_error(
+    way: Way, calls: list[str], name: str
+) -> None:
+    """The function is a gradient penalty: the sum of squares of the gradient."""
+    torch.manual_seed(0)  # the seed of the weights
     x, function = leaf(2, 3, 4, 6, dtype=way.dtype), operations(way.dtype)[name]
 
     def penalty(x: Tensor) -> Tensor:
@@ -80,8 +82,10 @@ def test_a_second_derivative_is_refused_or_right(way: Way, calls: list[str], nam
     assert float((found.double() * direction).sum()) == pytest.approx(slope, rel=0.05)
 
 
-def test_one_graph_may_be_differentiated_from_two_sides(calls: list[str]) -> None:
-    """What a backward pass is told by the forward pass stays as it was."""
+def test_two_backward_passes_through_a_retained_graph_give_the_same_gradients(
+    calls: list[str],
+) -> None:
+    """The shapes that the forward pass saves for the backward pass do not change."""
     inputs = queries_keys_values(5, 7, 6, torch.float32)
     out = attention(*inputs, None)
     before = bytes(out.grad_fn.shape)
@@ -104,7 +108,7 @@ def encoder_layer() -> EncoderLayer:
 @pytest.mark.parametrize("is_reentrant", [True, False])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("seed", [7, None])
-def test_a_recomputed_layer_masks_the_same(
+def test_a_checkpointed_layer_uses_the_same_dropout_masks_when_recomputed(
     way: Way,
     calls: list[str],
     is_reentrant: bool,
@@ -136,12 +140,12 @@ def test_a_recomputed_layer_masks_the_same(
             return tuple(weight.grad for weight in (x, *weights))
 
     for found, expected in zip(grads(True), grads(False), strict=True):
-        # the first pass of a reentrant checkpoint has no gradients, and PyTorch's products
+        # the first pass of a reentrant checkpoint runs without gradients, by PyTorch's products
         assert (found - expected).norm() <= 0.1 * expected.norm()
 
 
-def test_a_module_of_several_calls_cannot_be_recomputed() -> None:
-    """It cannot know which of the calls is made again."""
+def test_a_dropout_module_that_is_called_twice_cannot_be_recomputed() -> None:
+    """It cannot know which of its calls is recomputed."""
     dropout, x = Dropout(0.5).train(), leaf(4, 8)
     with dropout_seeds(7):
         out = checkpoint(dropout, x, use_reentrant=False) + dropout(x)
@@ -174,7 +178,7 @@ def test_hooks_of_a_feed_forward_network_run(way: Way, calls: list[str], which: 
     assert names == ["before", "after", "backward"]
 
 
-def test_hooks_and_other_forwards_change_packed_maps_too(
+def test_hooks_and_replaced_forward_methods_take_effect_on_packed_linear_layers(
     calls: list[str], one_thread: None
 ) -> None:
     inner, outer, x = Linear(6, 8), Linear(8, 6), normal(3, 6, dtype=torch.float32)
@@ -191,7 +195,9 @@ def test_hooks_and_other_forwards_change_packed_maps_too(
         assert torch.equal(relu_ffn(x, inner, outer), F.relu(inner(x)).sum(-1))
 
 
-def test_hooks_of_a_norm_its_dropout_and_an_output_run(calls: list[str], one_thread: None) -> None:
+def test_hooks_of_layer_norm_dropout_and_the_output_projection_run(
+    calls: list[str], one_thread: None
+) -> None:
     x, norm, dropout, output = (
         leaf(3, 6, dtype=torch.float32),
         norm_of(6),
@@ -236,7 +242,7 @@ CHANGES: dict[str, Callable[[Linear], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_packed_weights_are_dropped_once_the_weights_change(
+def test_packed_weights_are_discarded_after_the_weights_change(
     calls: list[str], one_thread: None, change: str
 ) -> None:
     layer, x = packed(), normal(4, 6, dtype=torch.float32)
@@ -249,10 +255,10 @@ def test_packed_weights_are_dropped_once_the_weights_change(
 
 
 @torch.no_grad()
-def test_a_parameter_at_the_address_of_another_is_another(
+def test_a_new_parameter_is_used_even_at_the_address_of_the_freed_one(
     calls: list[str], one_thread: None
 ) -> None:
-    """Memory that is freed is given out again at once, often at the same address."""
+    """Freed memory is often allocated again at once, at the same address."""
     x = normal(4, 6, dtype=torch.float32)
     for number in range(200):
         layer = packed()
@@ -261,7 +267,9 @@ def test_a_parameter_at_the_address_of_another_is_another(
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_data_that_is_replaced_twice_is_other_data(calls: list[str], one_thread: None) -> None:
+def test_packed_weights_are_not_used_after_the_data_is_replaced_twice(
+    calls: list[str], one_thread: None
+) -> None:
     layer, x = packed(), normal(4, 6, dtype=torch.float32)
     layer.weight.data = layer.weight.data * 2
     layer.weight.data = layer.weight.data * 2
@@ -283,8 +291,10 @@ def test_a_copy_has_no_packed_weights(calls: list[str], one_thread: None, copied
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, which has deprecated it
 @torch.no_grad()
-def test_a_traced_map_computes(calls: list[str], one_thread: None) -> None:
-    """Tracing records what PyTorch does, and no call of C."""
+def test_a_traced_packed_linear_layer_equals_torchs_linear(
+    calls: list[str], one_thread: None
+) -> None:
+    """Tracing records PyTorch's operations, and no calls of C."""
     layer, x = packed(), normal(4, 6, dtype=torch.float32)
     traced = torch.jit.trace(layer, x)
     other = normal(4, 6, seed=9, dtype=torch.float32)
@@ -293,7 +303,9 @@ def test_a_traced_map_computes(calls: list[str], one_thread: None) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @torch.no_grad()
-def test_a_tangent_is_not_lost(calls: list[str], one_thread: None) -> None:
+def test_packed_linear_layers_propagate_forward_mode_tangents(
+    calls: list[str], one_thread: None
+) -> None:
     layer, x = packed(), normal(4, 6, dtype=torch.float32)
     tangent = normal(4, 6, seed=9, dtype=torch.float32)
     with torch.autograd.forward_ad.dual_level():

@@ -1,4 +1,4 @@
-"""Hold positions of a beam search in one compiled call to the search position by position."""
+"""Compare a beam search of many positions in a compiled call with one position at a time."""
 
 from dataclasses import replace
 
@@ -33,16 +33,16 @@ pytestmark = [
 def packed(
     config: object = CONFIGS["post"], eos: float = 1.5, precision: Precision = "float32"
 ) -> Transformer:
-    """Return a model whose tokens depend on the sentence; some are always alike.
+    """Return a model whose tokens depend on the sentence; four tokens have equal weights.
 
-    Targets end early, the more `eos` is.
+    The larger `eos` is, the earlier targets end.
     """
     model, generator = transformer(config).float(), torch.Generator().manual_seed(3)
     ids_BT = torch.randint(NUM_TOKENS, (50, 10), generator=generator)
     states_RD = model(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool), ids_BT).flatten(0, 1)
     weight_VD = torch.randn(model.output.weight.shape, generator=generator)
     mean_D = torch.nn.functional.normalize(states_RD.mean(0), dim=0)
-    weight_VD -= (weight_VD @ mean_D)[:, None] * mean_D  # what all states have in common
+    weight_VD -= (weight_VD @ mean_D)[:, None] * mean_D  # remove what all states have in common
     weight_VD *= 5 / (states_RD @ weight_VD.T).std()
     weight_VD[EOS] *= eos
     for alike_VD in (weight_VD, model.tgt_embedding.weight):
@@ -68,9 +68,9 @@ def shortlists(model: Transformer, num_sentences: int, seed: int) -> list[Packed
 def group(
     model: Transformer, lengths: list[int], extra: int, seed: int, is_short: bool = False
 ) -> RequestGroup[KVCache]:
-    """Return sentences, of which the target may have `extra` tokens more than the source.
+    """Return sentences whose targets may have `extra` tokens more than their sources.
 
-    With `is_short`, each ranks half of the tokens.
+    With `is_short`, each has a shortlist of half of the tokens.
     """
     keep_BS = left_keep(lengths)
     ids = torch.randint(NUM_TOKENS, keep_BS.shape, generator=torch.Generator().manual_seed(seed))
@@ -92,7 +92,7 @@ def found(
 ) -> tuple[list[list[Hypothesis]], int]:
     """Return the hypotheses of each sentence, and the calls of `advance`.
 
-    A group joins each third call; sentence `drop` is dropped after the second.
+    A group is admitted before each third call; sentence `drop` is dropped after the second.
     """
     steps = None if one_by_one else lambda cache, *rest: model.search_steps(cache, *rest)
     search = BeamSearch(model.decode_step, options, steps)
@@ -122,7 +122,7 @@ SEARCHES = {
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
 @pytest.mark.parametrize("name", MODELS)
-def test_positions_in_one_compiled_call_are_those_one_by_one_bit_for_bit(name, options, calls):
+def test_a_compiled_search_equals_one_position_at_a_time_bit_for_bit(name, options, calls):
     model, groups = MODELS[name], [[5, 2, 7], [3], [9, 1, 1, 4]]
     together, num_calls = found(model, options, groups)
     assert calls.count("search_steps") > 0.5 * num_calls
@@ -135,7 +135,9 @@ def test_positions_in_one_compiled_call_are_those_one_by_one_bit_for_bit(name, o
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
 @pytest.mark.parametrize("name", ["post", "long", "bfloat16", "int8"])
-def test_compiled_positions_of_shortlists_are_those_one_by_one_bit_for_bit(name, options, calls):
+def test_a_compiled_search_of_shortlists_equals_one_position_at_a_time_bit_for_bit(
+    name, options, calls
+):
     model, groups = MODELS[name], [[5, 2, 7], [3], [9, 1, 1, 4]]
     together, num_calls = found(model, options, groups, is_short=True)
     assert calls.count("search_steps") > 0.5 * num_calls
@@ -155,9 +157,13 @@ def test_compiled_positions_of_shortlists_are_those_one_by_one_bit_for_bit(name,
 
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("name", ["post", "bfloat16", "int8"])
-def test_a_compiled_search_of_shortlists_is_the_plain_formula(name, beam, monkeypatch):
+def test_a_compiled_search_of_shortlists_gives_the_hypotheses_of_the_search_in_pytorch(
+    name, beam, monkeypatch
+):
     options, groups = DecodingOptions(beam=beam), [[5, 2, 7], [3], [9, 1, 1, 4]]
-    monkeypatch.setattr(MODELS[name], "cache_dtype", None)  # none rounds to the other neighbour
+    monkeypatch.setattr(
+        MODELS[name], "cache_dtype", None
+    )  # so that no cache entry is rounded differently
     compiled, _ = found(MODELS[name], options, groups, is_short=True)
     monkeypatch.setattr(native, "compiled", lambda: None)
     plain, _ = found(MODELS[name], options, groups, is_short=True)
@@ -167,7 +173,7 @@ def test_a_compiled_search_of_shortlists_is_the_plain_formula(name, beam, monkey
             assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
 
 
-def test_a_compiled_search_of_fewer_tokens_than_its_beam_finds_what_there_is(calls):
+def test_shortlists_smaller_than_the_beam_are_searched_without_the_compiled_call(calls):
     model, options = MODELS["post"], DecodingOptions(beam=6)
     constraints = replace(
         group(model, [4, 5], 3, 0).constraints,
@@ -199,7 +205,7 @@ def traced(model: Transformer, options: DecodingOptions, one_by_one: bool) -> Tr
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
 @pytest.mark.parametrize("name", ["post", "long"])
-def test_a_compiled_search_drops_hypotheses_when_they_are_lost_and_ends_with_a_sentence(
+def test_a_compiled_call_stops_where_a_sentence_ends_with_the_rows_of_one_position_at_a_time(
     name, options
 ):
     apart = traced(MODELS[name], options, one_by_one=True)
@@ -209,7 +215,7 @@ def test_a_compiled_search_drops_hypotheses_when_they_are_lost_and_ends_with_a_s
     assert len(together) < len(apart)
 
 
-def test_the_models_here_end_some_targets_before_their_limit_and_not_all():
+def test_the_test_models_end_some_but_not_all_targets_before_the_length_limit():
     greedy, _ = found(MODELS["post"], SEARCHES["greedy"], [[5, 2, 7, 3]], extra=4)
     assert {len(best[0].ids) < 4 for best in greedy} == {True, False}
     best_of, _ = found(MODELS["long"], SEARCHES["beam"], [[5, 2, 7, 3]], extra=4)
@@ -224,7 +230,7 @@ def test_the_models_here_end_some_targets_before_their_limit_and_not_all():
     extra=st.integers(0, 12),
     groups=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
 )
-def test_any_compiled_search_is_the_search_one_by_one(
+def test_a_compiled_search_with_any_options_equals_one_position_at_a_time(
     beam, num_best, alpha, early_stop, extra, groups
 ):
     options = DecodingOptions(
@@ -240,20 +246,20 @@ def test_any_compiled_search_is_the_search_one_by_one(
 
 
 @pytest.mark.parametrize("drop", [0, 2])
-def test_a_compiled_search_does_not_depend_on_a_sentence_that_is_dropped(drop):
+def test_a_compiled_search_does_not_depend_on_a_dropped_sentence(drop):
     arguments = (MODELS["post"], DecodingOptions(beam=3), [[5, 2, 7], [3]])
     kept, _ = found(*arguments, one_by_one=True)
     del kept[drop]
     assert found(*arguments, drop=drop)[0] == kept
 
 
-def test_a_compiled_beam_as_wide_as_the_vocabulary_takes_all_tokens():
+def test_a_compiled_beam_wider_than_the_vocabulary_equals_one_position_at_a_time():
     options = DecodingOptions(beam=NUM_TOKENS + 3, num_best=5)
     together, _ = found(MODELS["post"], options, [[3, 2]])
     assert together == found(MODELS["post"], options, [[3, 2]], one_by_one=True)[0]
 
 
-def test_a_prefix_and_repeats_are_decoded_one_by_one(calls):
+def test_searches_with_a_prefix_or_no_repeat_ngram_do_not_call_search_steps(calls):
     model = MODELS["post"]
     with_prefix = group(model, [3], 4, 0)
     constraints = replace(with_prefix.constraints, prefix_BP=np.array([[5, 6]]))
@@ -265,7 +271,7 @@ def test_a_prefix_and_repeats_are_decoded_one_by_one(calls):
     assert "search_steps" not in calls
 
 
-def test_weights_that_have_changed_are_decoded_one_by_one(calls):
+def test_a_search_after_the_weights_change_does_not_call_search_steps(calls):
     model = packed()
     before, _ = found(model, DecodingOptions(beam=3), [[5, 2]])
     calls.clear()
@@ -287,7 +293,7 @@ def test_a_hook_of_the_output_layer_is_called():
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_logits_of_a_compiled_search_that_are_not_finite_are_an_error(beam):
+def test_nan_logits_in_a_compiled_search_raise_not_finite_error(beam):
     model = packed()
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
@@ -317,7 +323,7 @@ def rules_and_rows(model: Transformer) -> tuple[BeamSearch[KVCache], beam_search
     ],
 )
 @torch.inference_mode()
-def test_a_compiled_search_refuses_rows_that_cannot_be(change):
+def test_a_compiled_search_refuses_invalid_rows(change):
     search, rules = rules_and_rows(MODELS["endless"])
     assert len(search.rows.ids_N) == 4
     arguments = (search.sentences.num_places_B, search.sentences.best_BM)
@@ -328,7 +334,7 @@ def test_a_compiled_search_refuses_rows_that_cannot_be(change):
 
 
 @torch.inference_mode()
-def test_a_compiled_search_refuses_too_few_penalties_and_too_many_slots():
+def test_a_compiled_search_refuses_too_few_length_penalties_and_more_places_than_the_beam():
     search, rules = rules_and_rows(MODELS["endless"])
     arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)
     short = rules._replace(penalty_L=rules.penalty_L[:5])
@@ -340,7 +346,7 @@ def test_a_compiled_search_refuses_too_few_penalties_and_too_many_slots():
 
 
 @torch.inference_mode()
-def test_a_compiled_search_changes_no_argument():
+def test_a_compiled_search_does_not_modify_its_arguments():
     search, rules = rules_and_rows(MODELS["endless"])
     kept = [np.copy(each) for each in (*search.rows, *search.sentences)]
     arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)

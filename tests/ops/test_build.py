@@ -1,4 +1,4 @@
-"""The C compiles for every instruction set without a warning, and a failure has a reason."""
+"""The C code compiles for every instruction set, and a failed build reports its reason."""
 
 import importlib.util
 import itertools
@@ -32,7 +32,7 @@ def raises(message: str) -> pytest.RaisesExc[build.BuildError]:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that writes its arguments, and nothing where one of them contains "refused"."""
+    """A fake compiler that writes its arguments, and fails if one of them contains "refused"."""
     text = """case "$*" in *refused*) echo "a note"; echo "error: refused" >&2; exit 4;; esac
 for word in "$@"; do output=$word; [ "$last" = -o ] && echo "$*" > "$word"; last=$word; done"""
     path = tmp_path / "compiler"
@@ -43,7 +43,7 @@ for word in "$@"; do output=$word; [ "$last" = -o ] && echo "$*" > "$word"; last
 @pytest.mark.parametrize("command", ["gcc", "clang"])
 @pytest.mark.parametrize("elem", build.ELEM_FLAGS)
 @pytest.mark.parametrize("name", SETS)
-def test_the_c_compiles_without_a_warning(command, elem, name, tmp_path):
+def test_the_c_sources_compile_without_a_warning(command, elem, name, tmp_path):
     if shutil.which(command) is None:
         pytest.skip(f"{command} is not installed")
     flags = [*build.COMPILE_FLAGS, *build.ELEM_FLAGS[elem], *SETS[name].flags]
@@ -53,7 +53,7 @@ def test_the_c_compiles_without_a_warning(command, elem, name, tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_instruction_sets_are_ordered_from_the_least_to_the_most_that_a_processor_needs():
+def test_each_instruction_set_needs_all_features_of_the_previous_one_and_more():
     features = [set(one.features) for one in build.instruction_sets()]
     assert features[0] == set()
     assert all(one < other for one, other in itertools.pairwise(features))
@@ -69,12 +69,12 @@ def test_instruction_sets_are_ordered_from_the_least_to_the_most_that_a_processo
         ("riscv64", ["generic"]),
     ],
 )
-def test_each_family_of_processors_has_its_instruction_sets(machine, names, monkeypatch):
+def test_each_machine_type_has_its_list_of_instruction_sets(machine, names, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert [one.name for one in build.instruction_sets()] == names
 
 
-def test_a_change_of_a_source_or_a_flag_gives_the_library_another_name(tmp_path, monkeypatch):
+def test_a_changed_source_or_compile_flag_changes_the_library_name(tmp_path, monkeypatch):
     first = build.library_path(tmp_path, "avx2")
     assert first == build.library_path(tmp_path, "avx2")
     for place, source in enumerate(build.SOURCES):
@@ -88,7 +88,7 @@ def test_a_change_of_a_source_or_a_flag_gives_the_library_another_name(tmp_path,
     assert build.library_path(tmp_path, "avx2") != first
 
 
-def test_each_file_is_compiled_for_each_type_and_the_objects_are_linked(compiler, tmp_path):
+def test_each_source_is_compiled_for_each_dtype_and_the_objects_are_linked(compiler, tmp_path):
     (one,) = [one for one in build.instruction_sets() if not one.features]
     assert build.build(tmp_path / "lib", [one]) == {}
     (path,) = (tmp_path / "lib").iterdir()
@@ -109,34 +109,32 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(compiler, tmp_
     assert [path.name.partition("-")[0] for path in (tmp_path / "lib").iterdir()] == ["known"]
 
 
-def test_a_compiler_that_compiles_nothing_is_quoted(compiler, tmp_path):
+def test_the_build_error_quotes_a_compiler_that_rejects_every_instruction_set(compiler, tmp_path):
     with raises("error: refused"):
         build.build(tmp_path / "lib", [build.InstructionSet("new", ("-refused",), ())])
     assert list((tmp_path / "lib").iterdir()) == []
 
 
-def test_a_compiler_that_fails_without_a_word_has_its_exit_code_named(tmp_path, monkeypatch):
+def test_a_compiler_that_fails_without_output_is_reported_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", script(tmp_path / "compiler", "exit 7"))
     with raises("the C compiler ended with exit code 7"):
         build.build(tmp_path / "lib", build.instruction_sets())
 
 
-def test_a_compiler_that_is_not_there_is_named(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_named_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with raises("no-such-compiler: No such file or directory"):
         build.build(tmp_path / "lib", build.instruction_sets())
 
 
-def test_without_a_compiler_the_build_says_so(tmp_path, monkeypatch):
+def test_find_compiler_raises_an_error_when_there_is_no_compiler(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with raises("no C compiler was found"):
         build.find_compiler()
 
 
-def test_a_compiler_that_never_ends_is_ended_with_the_processes_that_it_started(
-    tmp_path, monkeypatch
-):
+def test_a_compiler_that_times_out_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     started = tmp_path / "started"
     text = f"sleep 1000 & echo $! > {started}.part; mv {started}.part {started}; wait"
     monkeypatch.setenv("CC", script(tmp_path / "compiler", text))
@@ -149,7 +147,7 @@ def test_a_compiler_that_never_ends_is_ended_with_the_processes_that_it_started(
 
 
 def is_dead(pid: int) -> bool:
-    """Wait until a process that was killed is gone, or a zombie that nobody has waited for."""
+    """Wait until a process that was killed is gone, or a zombie that is not yet reaped."""
     for _ in range(1000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -161,7 +159,7 @@ def is_dead(pid: int) -> bool:
     return False
 
 
-def test_the_compiler_keeps_its_own_files_beside_the_library(tmp_path, monkeypatch):
+def test_the_temporary_files_of_the_compiler_are_placed_beside_the_library(tmp_path, monkeypatch):
     """The folder for temporary files may be full, though there is room for the library."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
     text = f'echo "$TMPDIR" > {tmp_path}/said; exit 1'
@@ -182,7 +180,7 @@ def test_only_missing_libraries_are_built(compiler, tmp_path, monkeypatch):
     assert build.update(tmp_path / "lib") == {}
 
 
-def test_the_command_deletes_the_libraries_of_other_sources(
+def test_the_build_command_deletes_the_libraries_of_other_source_versions(
     compiler, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(build, "LIB_DIR", tmp_path)
@@ -195,7 +193,7 @@ def test_the_command_deletes_the_libraries_of_other_sources(
     assert capsys.readouterr().err == ""
 
 
-def test_the_command_says_why_nothing_was_compiled(tmp_path, monkeypatch, capsys):
+def test_the_build_command_prints_why_nothing_was_compiled(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build.update, "__defaults__", (tmp_path / "lib", ()))
     monkeypatch.setattr(sys, "argv", ["build.py"])
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -220,7 +218,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> object:
     return hook
 
 
-def test_the_wheel_holds_each_library_and_is_for_this_platform(hook, compiler):
+def test_the_wheel_contains_each_library_and_has_a_platform_tag(hook, compiler):
     data = {"force_include": {}}
     hook.initialize("standard", data)
     inside = data["force_include"]
@@ -236,7 +234,9 @@ def test_the_wheel_holds_each_library_and_is_for_this_platform(hook, compiler):
     assert hook.said == []
 
 
-def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_why(hook, monkeypatch):
+def test_without_a_compiler_the_wheel_is_pure_python_and_the_build_warns_with_the_reason(
+    hook, monkeypatch
+):
     monkeypatch.setenv("CC", "no-such-compiler")
     data = {"force_include": {}}
     hook.initialize("standard", data)

@@ -1,4 +1,4 @@
-"""Hold the loss of two passes, chunk by chunk, to the written-out formula in float64."""
+"""Compare the chunked consistency loss of two passes with the formula written out in float64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def written_out(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("smoothing", "factor"), [(0.1, 3.0), (0.0, 0.25)])
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(1, 512), (11, 3), (12, 3), (600, 512)])
-def test_the_loss_of_two_passes_and_its_gradients_are_the_written_out_formulas(
+def test_the_consistency_loss_and_its_gradients_equal_the_written_out_formulas(
     monkeypatch, num_tokens, chunk, smoothing, factor, dtype
 ):
     monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", chunk)
@@ -56,7 +56,7 @@ def test_the_loss_of_two_passes_and_its_gradients_are_the_written_out_formulas(
         assert float((grad - wanted).norm()) <= bound * float(wanted.norm())
 
 
-def test_equal_passes_have_the_cross_entropy_and_its_gradient_alone():
+def test_with_equal_passes_the_consistency_loss_and_gradients_equal_those_of_cross_entropy():
     states, weight, targets = leaf(5, 4), leaf(6, 4, seed=1), torch.arange(5)
     other = states.detach().clone().requires_grad_()
     loss, _ = ProjectedConsistency.apply(states, other, weight, targets, 0.1, 3.0)
@@ -68,6 +68,6 @@ def test_equal_passes_have_the_cross_entropy_and_its_gradient_alone():
     torch.testing.assert_close(grads[1], torch.zeros_like(other))
 
 
-def test_the_logits_of_a_whole_batch_are_never_in_memory():
-    """Those of 20,000 tokens and 4,000 pieces are 312,500 KiB for each pass."""
+def test_the_consistency_loss_never_holds_the_logits_of_a_whole_batch():
+    """Those of 20,000 tokens over a vocabulary of 4,000 take 312,500 KiB for each pass."""
     assert growth(SAY_GROWTH) < 150_000

@@ -1,4 +1,4 @@
-"""Hold the loss over a vocabulary, plain and compiled, to PyTorch's in float64."""
+"""Compare the cross entropy, in PyTorch and in C, with PyTorch's in float64."""
 
 import math
 import weakref
@@ -54,7 +54,9 @@ def plain_loss(
 @pytest.mark.parametrize(
     ("rows", "width"), [(5, 1), (5, 2), (1, 6), (5, 17), (129, 128), (7, 130), (3, 3001)]
 )
-def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width, smoothing):
+def test_the_cross_entropy_of_logits_and_its_gradient_equal_torchs(
+    way, calls, rows, width, smoothing
+):
     logits, targets = normal(rows, width, dtype=way.dtype) * 3, torch.arange(rows) % width
     (exact,) = exactly([logits.clone()])
     sums = torch.full((2,), 0.5, dtype=torch.float64)
@@ -68,7 +70,7 @@ def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width,
 
 
 @EACH_WAY
-def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
+def test_without_a_gradient_the_logits_are_not_modified(way, calls):
     logits, targets = normal(5, 7, dtype=way.dtype), torch.arange(5)
     before, sums = logits.clone(), torch.zeros(2, dtype=torch.float64)
     cross_entropy._cross_entropy(logits, targets, 0.1, False, sums)
@@ -83,7 +85,7 @@ def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
     ("num_tokens", "chunk_tokens"),
     [(1, 512), (11, 1), (11, 3), (128, 128), (130, 3), (700, 128), (700, 512)],
 )
-def test_projected_cross_entropy_is_torchs_on_plain_logits(
+def test_projected_cross_entropy_equals_torchs_cross_entropy_of_the_logits(
     way, calls, num_tokens, chunk_tokens, monkeypatch
 ):
     monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", chunk_tokens)
@@ -114,10 +116,10 @@ def test_projected_cross_entropy_is_torchs_on_plain_logits(
     ("rows", "width", "pieces"),
     [(1, 2, 3), (5, 3, 7), (513, 5, 1025), (528, 4, 1024), (1100, 129, 2051)],
 )
-def test_the_compiled_loss_is_torchs_at_sizes_of_every_kind(
+def test_the_compiled_loss_equals_torchs_for_odd_and_large_sizes(
     way, calls, rows, width, pieces, smoothing, size
 ):
-    """Odd ones, too, and those past what is computed at once."""
+    """Odd sizes, and sizes larger than one computed block."""
     width += width % 2 if way.dtype is SHORT else 0
     states, targets = leaf(rows, width, dtype=way.dtype), torch.arange(rows) * 7 % pieces
     weight = normal(pieces, width, seed=1, dtype=torch.float32) * size / width**0.5
@@ -128,7 +130,7 @@ def test_the_compiled_loss_is_torchs_at_sizes_of_every_kind(
 def assert_loss_is_torchs(
     way: Way, states: Tensor, weight: Tensor, targets: Tensor, smoothing: float
 ) -> None:
-    """Hold the compiled loss to torch's; its logits are not rounded."""
+    """Compare the compiled loss with torch's; its logits are not rounded."""
     loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, smoothing)
     grads = torch.autograd.grad(loss, [states, weight])
     exact = exactly([states, weight.to(way.dtype)])
@@ -136,7 +138,7 @@ def assert_loss_is_torchs(
     near = {"rtol": 2e-6, "atol": 1e-6 * len(targets)}
     torch.testing.assert_close(loss.detach(), expected.detach(), **near)
     torch.testing.assert_close(nll, expected_nll.detach(), **near)
-    # where one piece takes nearly all, the gradient is a difference of like numbers
+    # where one token has nearly all probability, the gradient is a difference of close numbers
     floor = 1e-7 * float(weight.detach().abs().max()) if way.dtype is torch.float32 else 0.0
     for grad, plain in zip(grads, torch.autograd.grad(expected, exact), strict=True):
         way.assert_near(grad, plain, roundings=2, floor=floor)
@@ -145,10 +147,10 @@ def assert_loss_is_torchs(
 @MULTIPLYING
 @pytest.mark.parametrize("place", [0, 63, 64, 599])
 @pytest.mark.parametrize("size", [50.0, 1e3, 1e6])
-def test_the_compiled_loss_is_right_where_a_logit_lies_far_above_the_targets(
+def test_the_compiled_loss_equals_torchs_where_a_logit_is_far_above_the_targets(
     way, calls, place, size
 ):
-    """The power of their difference is more than a float holds."""
+    """The exponential of their difference overflows float32."""
     states, targets = normal(600, 4, dtype=way.dtype), torch.arange(600) % 9
     weight = leaf(9, 4, seed=1, dtype=torch.float32)
     logits = (states @ weight.to(way.dtype).T).detach().float()
@@ -159,8 +161,8 @@ def test_the_compiled_loss_is_right_where_a_logit_lies_far_above_the_targets(
 
 @MULTIPLYING
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_logit_that_is_no_number_makes_loss_and_nll_none(way, calls, smoothing):
-    """Whatever piece it is of, wanted or not."""
+def test_a_nan_logit_of_a_token_that_is_no_target_makes_loss_and_nll_nan(way, calls, smoothing):
+    """Token 7 has the NaN logit; the targets are tokens 0 to 4."""
     weight = leaf(9, 4, seed=1, dtype=torch.float32)
     with torch.no_grad():
         weight[7, 2] = math.nan
@@ -171,8 +173,8 @@ def test_a_logit_that_is_no_number_makes_loss_and_nll_none(way, calls, smoothing
 
 
 @MULTIPLYING
-def test_what_a_sure_and_right_prediction_is_still_wrong_by_is_not_rounded_away(way, calls):
-    """The gradient of its logit is the little that 1 - p leaves."""
+def test_the_gradient_of_a_confident_correct_prediction_is_not_rounded_to_zero(way, calls):
+    """The gradient of the target's logit is p - 1, which is close to zero."""
     states = torch.full((3, 2), 4.0, dtype=way.dtype, requires_grad=True)
     weight = torch.tensor([[1.0, 1.0], [0.0, 0.0]], requires_grad=True)
     loss, _ = ProjectedCrossEntropy.apply(states, weight, torch.zeros(3, dtype=torch.long), 0.0)
@@ -182,10 +184,8 @@ def test_what_a_sure_and_right_prediction_is_still_wrong_by_is_not_rounded_away(
 
 
 @MULTIPLYING_PAIRS
-def test_the_mean_over_tokens_scales_the_gradients_of_states_as_exactly_as_those_of_weights(
-    way, calls
-):
-    """One over the number of tokens is not rounded to bfloat16, which would scale all alike."""
+def test_the_mean_over_tokens_scales_the_gradients_of_states_with_one_rounding(way, calls):
+    """One over the number of tokens is not rounded to bfloat16, which would scale all gradients."""
     states, weight = leaf(700, 4, dtype=SHORT), leaf(6, 4, seed=1, dtype=torch.float32)
     targets = torch.arange(700) % 6
     loss, _ = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
@@ -196,7 +196,7 @@ def test_the_mean_over_tokens_scales_the_gradients_of_states_as_exactly_as_those
 
 
 @BOTH_PATHS
-def test_targets_may_be_cut_out_of_a_larger_tensor(way, calls):
+def test_targets_may_be_a_view_that_is_not_contiguous(way, calls):
     states, weight = leaf(5, 4, dtype=torch.float32), leaf(6, 4, seed=1, dtype=torch.float32)
     targets = (torch.arange(20) % 6).view(5, 4)[:, 1]
     assert not targets.is_contiguous()
@@ -238,7 +238,7 @@ def test_projected_cross_entropy_gives_the_same_values_without_gradients(way, ca
     assert not without[0].requires_grad
 
 
-def test_the_nll_carries_no_gradient():
+def test_the_nll_does_not_require_a_gradient():
     loss, nll = ProjectedCrossEntropy.apply(
         leaf(5, 3), leaf(6, 3), torch.zeros(5, dtype=torch.long), 0.1
     )
@@ -247,7 +247,7 @@ def test_the_nll_carries_no_gradient():
 
 
 @EACH_PRODUCT
-def test_the_loss_of_no_token_is_zero(way, calls):
+def test_the_loss_of_an_empty_batch_is_zero(way, calls):
     states, weight = leaf(0, 3, dtype=way.dtype), leaf(6, 3, dtype=way.dtype)
     loss, nll = ProjectedCrossEntropy.apply(states, weight, torch.zeros(0, dtype=torch.long), 0.1)
     loss.backward()
@@ -257,7 +257,7 @@ def test_the_loss_of_no_token_is_zero(way, calls):
 
 @EACH_WAY
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
-def test_extreme_logits_stay_finite_and_right(way, calls, size):
+def test_the_cross_entropy_of_extreme_logits_equals_torchs(way, calls, size):
     logits, targets = normal(9, 6, dtype=way.dtype) * size, torch.arange(9) % 6
     (exact,) = exactly([logits.clone()])
     sums = torch.zeros(2, dtype=torch.float64)
@@ -268,8 +268,8 @@ def test_extreme_logits_stay_finite_and_right(way, calls, size):
     way.assert_near(logits, torch.autograd.grad(loss, exact)[0])
 
 
-def test_a_sum_over_many_tokens_is_not_rounded():
-    """In float32, what a token adds to a sum of millions would be cut off."""
+def test_the_loss_of_70000_tokens_is_not_rounded_like_a_float32_sum():
+    """In float32, the loss of a token would be rounded when it is added to a large sum."""
     states, weight = torch.zeros(70_000, 1), torch.zeros(5, 1)
     loss, nll = ProjectedCrossEntropy.apply(states, weight, torch.arange(70_000) % 5, 0.1)
     assert loss.item() == pytest.approx(70_000 * math.log(5), rel=2e-7)
@@ -277,7 +277,7 @@ def test_a_sum_over_many_tokens_is_not_rounded():
 
 
 class LiveMemory(TorchDispatchMode):
-    """Notes the most bytes that tensors made by operations held at one time."""
+    """Records the most bytes that tensors made by operations held at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,18 +303,18 @@ def test_the_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
     with LiveMemory() as memory:
         ProjectedCrossEntropy.apply(states, weight, targets, 0.1)[0].backward()
     chunk_bytes = cross_entropy._CHUNK_TOKENS * num_pieces * way.dtype.itemsize
-    num_chunks = 2.5 if way.is_compiled else 8  # one is let go when the next is there
+    num_chunks = 2.5 if way.is_compiled else 8  # a tensor is freed after the next is made
     assert chunk_bytes < memory.most < num_chunks * chunk_bytes
 
 
 @MULTIPLYING
 def test_the_compiled_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
-    """They would be 160 MB."""
+    """They would be 160 MB or more."""
     assert growth(SAY_GROWTH_OF_LOSS, str(way.dtype).removeprefix("torch.")) < 40_000
 
 
-def test_compiled_powers_are_right_to_the_last_places(calls):
-    """The gradient of the piece that was not wanted is its probability."""
+def test_compiled_exponentials_have_a_relative_error_below_3e_7(calls):
+    """The gradient of the token that is not the target is its probability."""
     x = torch.linspace(-86, 0, 4001)
     logits = torch.stack([torch.zeros_like(x), x], 1)
     sums = torch.zeros(2, dtype=torch.float64)
@@ -327,7 +327,7 @@ def test_compiled_powers_are_right_to_the_last_places(calls):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("place", [0, 4, 5, 19])
-def test_a_state_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(
+def test_a_nan_or_inf_state_makes_the_loss_and_the_gradient_not_finite(
     way, calls, value, smoothing, place
 ):
     states, weight = leaf(5, 4, dtype=way.dtype), leaf(40, 4, seed=1, dtype=way.dtype)
@@ -343,7 +343,9 @@ def test_a_state_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 2, 16, 39])
-def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, calls, value, place):
+def test_a_nan_or_inf_logit_makes_the_loss_not_finite_and_the_gradient_of_its_row_nan(
+    way, calls, value, place
+):
     logits, sums = normal(3, 40, dtype=way.dtype), torch.zeros(2, dtype=torch.float64)
     logits[1, place] = value
     cross_entropy._cross_entropy(logits, torch.tensor([0, 2, 39]), 0.1, True, sums)
@@ -354,7 +356,7 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, c
 
 @NANS
 @EACH_PRODUCT
-def test_a_loss_with_a_weight_that_is_not_a_number_is_none(way, calls, bits):
+def test_a_nan_weight_makes_loss_and_nll_nan(way, calls, bits):
     states, weight = leaf(3, 6, dtype=way.dtype), normal(40, 6, dtype=torch.float32)
     weight.view(torch.int32)[5, 2] = nan_of(bits).view(torch.int32)
     loss, nll = ProjectedCrossEntropy.apply(states, weight.requires_grad_(), torch.arange(3), 0.1)
@@ -364,7 +366,7 @@ def test_a_loss_with_a_weight_that_is_not_a_number_is_none(way, calls, bits):
 @pytest.mark.parametrize("wrong", [-100, -1, 7, 2**62, -(2**63)])
 @EACH_PRODUCT
 def test_a_target_out_of_range_is_an_error(way, calls, wrong):
-    """As it is for `gather`."""
+    """As with `gather`."""
     states, weight = leaf(3, 6, dtype=way.dtype), leaf(7, 6, dtype=torch.float32)
     targets = torch.tensor([0, 6, wrong])
     with pytest.raises((IndexError, RuntimeError), match="index"):

@@ -31,7 +31,7 @@ def dropped(x: Tensor, rate: float, seed: int = 0) -> Tensor:
 
 @EACH_WAY
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.3, 0.5, 0.9])
-def test_dropout_zeroes_its_rate_and_scales_the_rest(way, calls, rate):
+def test_dropout_zeroes_the_given_share_and_scales_the_other_elements(way, calls, rate):
     x = torch.full((MANY_ELEMENTS,), 3.0, dtype=way.dtype)
     out = dropped(x, rate)
     assert out.dtype == way.dtype
@@ -44,7 +44,7 @@ def test_dropout_zeroes_its_rate_and_scales_the_rest(way, calls, rate):
 
 
 @BOTH_PATHS
-def test_dropout_keeps_the_expectation_exactly(way, calls):
+def test_the_scale_of_dropout_matches_the_rate_rounded_to_16_bits(way, calls):
     # 16 bits cannot express every rate: the scale must fit the rate that is really used
     rate = 1 / 3
     scale = float(dropped(torch.ones(100), rate).max())
@@ -55,8 +55,8 @@ def test_dropout_keeps_the_expectation_exactly(way, calls):
 
 @BOTH_PATHS
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 16, 128, 512, 32768])
-def test_dropout_draws_every_element_on_its_own(way, calls, distance):
-    """Of neighbours in a row, and of those below each other, both go as often as chance has it."""
+def test_dropout_draws_elements_independently(way, calls, distance):
+    """Two elements at any distance are both dropped as often as independent draws would be."""
     rate = 0.3
     is_zero = (dropped(torch.ones(MANY_ELEMENTS), rate) == 0).double()
     both = float((is_zero[distance:] * is_zero[:-distance]).mean())
@@ -65,7 +65,7 @@ def test_dropout_draws_every_element_on_its_own(way, calls, distance):
 
 
 @BOTH_PATHS
-def test_dropout_has_the_same_rate_at_every_place(way, calls):
+def test_dropout_has_the_same_rate_in_every_column(way, calls):
     rate = 0.3
     is_zero = (dropped(torch.ones(MANY_ELEMENTS), rate) == 0).double()
     for width in (4, 16, 128):
@@ -76,7 +76,7 @@ def test_dropout_has_the_same_rate_at_every_place(way, calls):
 
 @BOTH_PATHS
 @pytest.mark.parametrize("change", [1, 2, 0x80, 0x10000, 0x80000000])
-def test_dropout_of_two_seeds_is_independent(way, calls, change):
+def test_dropout_masks_of_two_seeds_are_independent(way, calls, change):
     first, second = (
         share_of((MANY_ELEMENTS,), DROPS._replace(seed=seed)) == 0
         for seed in (DROPS.seed, DROPS.seed ^ change)
@@ -115,14 +115,14 @@ def test_dropout_is_the_identity_in_eval_mode_and_at_rate_zero(module):
 
 
 @BOTH_PATHS
-def test_dropout_follows_from_the_seed(way, calls):
+def test_the_torch_seed_determines_the_dropout_mask(way, calls):
     x = torch.ones(64)
     assert torch.equal(dropped(x, 0.5, seed=7), dropped(x, 0.5, seed=7))
     assert not torch.equal(dropped(x, 0.5, seed=7), dropped(x, 0.5, seed=8))
 
 
 @BOTH_PATHS
-def test_dropout_draws_anew_at_every_call(way, calls):
+def test_dropout_draws_a_new_mask_at_every_call(way, calls):
     torch.manual_seed(0)
     module = Dropout(0.5).train()
     x = torch.ones(64)
@@ -131,14 +131,14 @@ def test_dropout_draws_anew_at_every_call(way, calls):
 
 @BOTH_PATHS
 @pytest.mark.parametrize("cut", [1, 2**16 - 1])
-def test_one_level_of_dropout_is_neither_none_nor_two(way, calls, cut):
+def test_the_smallest_and_largest_cut_drop_and_keep_about_one_in_65536_elements(way, calls, cut):
     num_kept = int((share_of((MANY_ELEMENTS,), DropoutMask(cut, 1.0, 3)) != 0).sum())
     exceptions = num_kept if cut > 1 else MANY_ELEMENTS - num_kept
-    assert 0 < exceptions < 12  # four, as chance has it
+    assert 0 < exceptions < 12  # four are expected
 
 
 @pytest.mark.parametrize("rate", [1e-9, 0.999999])
-def test_the_least_and_the_greatest_rate_leave_something_to_chance(rate):
+def test_rates_near_zero_and_one_neither_keep_nor_drop_all_elements(rate):
     drops = Dropout(rate).train().draw()
     assert 0 < drops.cut < 2**16
     assert drops.scale == 2**16 / (2**16 - drops.cut)
@@ -148,7 +148,7 @@ def draws(count: int = 3) -> list[int]:
     return [Dropout(0.5).train().draw().seed for _ in range(count)]
 
 
-def test_dropout_follows_from_its_own_seed_whatever_pytorch_draws():
+def test_dropout_seeds_makes_masks_independent_of_the_torch_generator():
     torch.manual_seed(1)
     with dropout_seeds(7):
         first = draws()
@@ -164,7 +164,7 @@ def test_dropout_follows_from_its_own_seed_whatever_pytorch_draws():
     assert all(0 <= seed < 2**32 for seed in first)
 
 
-def test_without_a_seed_dropout_follows_from_pytorch():
+def test_without_dropout_seeds_the_torch_generator_determines_the_masks():
     torch.manual_seed(1)
     expected = draws()
     torch.manual_seed(1)
@@ -176,7 +176,7 @@ def test_without_a_seed_dropout_follows_from_pytorch():
     assert draws() == expected
 
 
-def test_seeds_within_seeds_end_where_they_began():
+def test_nested_dropout_seeds_do_not_change_the_outer_sequence():
     with dropout_seeds(7):
         expected = draws(4)
     with dropout_seeds(7):
@@ -187,7 +187,7 @@ def test_seeds_within_seeds_end_where_they_began():
         assert found + draws(2) == expected
 
 
-def test_the_seed_is_forgotten_after_an_error():
+def test_dropout_seeds_has_no_effect_after_an_error():
     torch.manual_seed(1)
     expected = draws()
     torch.manual_seed(1)
@@ -196,7 +196,7 @@ def test_the_seed_is_forgotten_after_an_error():
     assert draws() == expected
 
 
-def test_each_thread_has_a_seed_of_its_own():
+def test_each_thread_has_its_own_dropout_seed():
     barrier, found = threading.Barrier(2), {}
 
     def draw(seed: int) -> None:
@@ -215,8 +215,8 @@ def test_each_thread_has_a_seed_of_its_own():
             assert found[seed] == draws()
 
 
-def test_compiled_functions_round_to_bfloat16_as_pytorch_does(calls):
-    """To the nearest, ties to even: half of these products lie between two numbers."""
+def test_compiled_dropout_rounds_to_bfloat16_like_pytorch(calls):
+    """To the nearest, ties to even: half of these products are halfway between two."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(SHORT)
     found = fixed(Dropout(0.3), DropoutMask(0, 1.5, 1))(x)
     assert calls == ["dropout"]
@@ -227,7 +227,7 @@ def test_compiled_functions_round_to_bfloat16_as_pytorch_does(calls):
 
 
 @EACH_WAY
-def test_dropout_hands_on_what_is_not_finite(way, calls):
+def test_dropout_propagates_nan_and_inf(way, calls):
     x = leaf(3, 4, dtype=way.dtype)
     with torch.no_grad():
         x[1] = math.nan

@@ -1,4 +1,4 @@
-"""Which tensors the compiled functions take, and what they hand on, whichever the operation."""
+"""What all compiled functions share: the tensors they take, and how NaN and inf propagate."""
 
 import math
 
@@ -13,8 +13,10 @@ from mtrain.ops.topk import top_tokens
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_is_not_trained_is_compiled_on_one_thread_alone(calls, num_threads, monkeypatch):
-    """With several, a plain formula splits its work over them, and a compiled function does not."""
+def test_without_gradients_compiled_functions_are_used_only_on_one_thread(
+    calls, num_threads, monkeypatch
+):
+    """With several, PyTorch splits its work over them, and a compiled function does not."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     inputs = queries_keys_values(5, 7, 6, torch.float32)
     cache_RX, slots_NT = normal(9, 12, dtype=torch.float32), torch.tensor([[0, 8], [2, -1]])
@@ -27,8 +29,8 @@ def test_what_is_not_trained_is_compiled_on_one_thread_alone(calls, num_threads,
     assert calls == (compiled if num_threads == 1 else [])
 
 
-def test_dropout_masks_the_same_with_and_without_gradients(calls, monkeypatch):
-    """On several threads, too: the first pass of a reentrant checkpoint has none."""
+def test_dropout_masks_are_the_same_with_and_without_gradients(calls, monkeypatch):
+    """On several threads, too: the first pass of a reentrant checkpoint has no gradients."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, dropout, norm = normal(2, 3, 5, 6, dtype=torch.float32), fixed(Dropout(0.5)), norm_of(6)
     for function in (
@@ -43,7 +45,7 @@ def test_dropout_masks_the_same_with_and_without_gradients(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_types_that_were_not_compiled_take_the_plain_formula(calls, dtype):
+def test_dtypes_without_compiled_functions_use_pytorch(calls, dtype):
     x = normal(2, 3, 5, 6, dtype=dtype)
     assert attention(x, x, x, None).dtype == dtype
     assert Dropout(0.5).train()(x).dtype == dtype
@@ -56,7 +58,7 @@ def test_types_that_were_not_compiled_take_the_plain_formula(calls, dtype):
     assert calls == []
 
 
-def test_types_that_are_mixed_take_the_plain_formula(calls):
+def test_mixed_dtypes_use_pytorch(calls):
     x, branch, norm = normal(5, 6, dtype=torch.float32), normal(5, 6, dtype=SHORT), norm_of(6)
     mixed_types = add_norm(x, branch, Dropout(0.0), norm)
     torch.testing.assert_close(mixed_types, norm(x + branch))
@@ -65,7 +67,7 @@ def test_types_that_are_mixed_take_the_plain_formula(calls):
 
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_are_handed_on(way, calls, value):
+def test_nan_and_inf_propagate_backward_through_attention_add_norm_and_dropout(way, calls, value):
     inputs = queries_keys_values(5, 20, 6, way.dtype)
     norm = norm_of(6, LONG[way.dtype])
     upstream = normal(2, 3, 5, 6, dtype=way.dtype)

@@ -1,4 +1,4 @@
-"""Hold layer normalisation, plain and compiled, to the formula written out in float64."""
+"""Compare layer normalisation, in PyTorch and in C, with the formula written out in float64."""
 
 import math
 
@@ -31,12 +31,12 @@ def normalised(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + bias
 
 
-# of one number or two, only signs are left: their gradient is a difference of like numbers
+# of one or two elements only signs are left: their gradient is a difference of close numbers
 FLOOR = {False: 1e-11, True: 5e-4}
 
 
 def spread_out(*shape: int, seed: int = 0, dtype: torch.dtype) -> Tensor:
-    """Return a leaf whose first column is far from the others, so that no row is nearly even."""
+    """Return a leaf whose first column is far from the others: no row is nearly constant."""
     x = normal(*shape, seed=seed, dtype=dtype)
     x[..., 0] += 5
     return x.requires_grad_()
@@ -44,7 +44,7 @@ def spread_out(*shape: int, seed: int = 0, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, SHORT])
 @pytest.mark.parametrize("width", [1, 2, 6, 130])
-def test_layer_norm_is_the_formula_written_out_in_the_type_of_its_weights(width, dtype):
+def test_layer_norm_equals_the_formula_and_gradients_have_the_dtype_of_their_tensors(width, dtype):
     norm, x = norm_of(width, LONG[dtype]), spread_out(3, 7, width, dtype=dtype)
     upstream = normal(3, 7, width, seed=1, dtype=dtype)
     ours = grads_of(norm(x), upstream, [x, *norm.parameters()])
@@ -60,7 +60,7 @@ def test_layer_norm_is_the_formula_written_out_in_the_type_of_its_weights(width,
 @pytest.mark.parametrize(
     ("rows", "width"), [(5, 1), (5, 2), (5, 6), (1, 17), (5, 17), (129, 128), (7, 130), (300, 6)]
 )
-def test_add_norm_is_the_formula_written_out(way, calls, drops, rows, width):
+def test_add_norm_equals_the_formula_written_out(way, calls, drops, rows, width):
     norm = norm_of(width, LONG[way.dtype])
     x = spread_out(1, rows, width, dtype=way.dtype)
     branch = leaf(1, rows, width, seed=1, dtype=way.dtype)
@@ -103,7 +103,9 @@ def test_add_norm_without_a_compiler_passes_gradcheck(monkeypatch):
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["x", "branch"])
-def test_add_norm_hands_on_what_is_not_finite(way, calls, value, which):
+def test_a_nan_or_inf_input_makes_its_row_of_add_norm_and_of_the_gradient_nan(
+    way, calls, value, which
+):
     norm = norm_of(20, LONG[way.dtype])
     x, branch = (leaf(3, 20, seed=seed, dtype=way.dtype) for seed in range(2))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Hold linear maps, in training and in decoding, to the plain formula in float64."""
+"""Compare linear layers, in training and in decoding, with the formula in float64."""
 
 import math
 
@@ -40,8 +40,8 @@ def linear(weights: torch.dtype = torch.float32, bias: bool = True) -> Linear:
 @pytest.mark.parametrize("weights", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6), (2, 1, 3, 6)])
-def test_linear_is_the_plain_formula_forward_and_backward(weights, bias, shape):
-    """In float64 throughout, and with weights of another type than the input."""
+def test_linear_equals_the_formula_forward_and_backward(weights, bias, shape):
+    """In float64 throughout, and with weights of another dtype than the input."""
     layer, x = linear(weights, bias), leaf(*shape)
     upstream = normal(*shape[:-1], 5, seed=1)
     parameters = list(layer.parameters())
@@ -60,7 +60,7 @@ def test_linear_is_the_plain_formula_forward_and_backward(weights, bias, shape):
 
 
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 129, 300])
-def test_filling_up_the_rows_of_a_product_changes_nothing(num_rows):
+def test_padding_the_rows_of_a_matrix_product_does_not_change_the_result(num_rows):
     layer, x = linear(), leaf(num_rows, 6)
     upstream = normal(num_rows, 5, seed=1)
     parameters = list(layer.parameters())
@@ -71,13 +71,15 @@ def test_filling_up_the_rows_of_a_product_changes_nothing(num_rows):
 
 
 @BOTH_PATHS
-def test_linear_of_its_own_type_is_torchs_where_products_are_not_compiled(way, calls):
+def test_linear_in_the_dtype_of_its_weights_equals_torchs_where_products_are_not_compiled(
+    way, calls
+):
     layer, x = linear(), normal(4, 6, dtype=torch.float32)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     assert calls == []
 
 
-def test_batches_of_many_sizes_ask_for_products_of_few_sizes(monkeypatch):
+def test_batches_of_many_sizes_use_matrix_products_of_six_sizes(monkeypatch):
     sizes, multiply, map_linearly = set(), torch.mm, F.linear
 
     def note(left: Tensor, right: Tensor, **out: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def test_batches_of_many_sizes_ask_for_products_of_few_sizes(monkeypatch):
     assert len(sizes) == 6  # forward, and each operand's gradient, of two projections
 
 
-def test_linear_in_another_type_than_its_weights_passes_gradcheck():
+def test_linear_in_another_dtype_than_its_weights_passes_gradcheck():
     layer = linear()
     assert torch.autograd.gradcheck(layer, leaf(2, 3, 6))
 
@@ -124,7 +126,7 @@ def test_linear_takes_an_input_and_a_gradient_that_are_not_contiguous():
     torch.testing.assert_close(x.grad, expected, **SAME)
 
 
-def test_linear_has_the_weights_of_torch_linear():
+def test_linear_has_the_parameter_names_and_shapes_of_torch_linear():
     assert {name: p.shape for name, p in Linear(6, 5).named_parameters()} == {
         name: p.shape for name, p in nn.Linear(6, 5).named_parameters()
     }
@@ -139,14 +141,14 @@ SHAPES = [
 @MULTIPLYING
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "width", "outputs"), SHAPES)
-def test_a_compiled_linear_map_is_the_plain_formula(way, calls, rows, width, outputs, bias):
+def test_a_compiled_linear_layer_equals_the_formula(way, calls, rows, width, outputs, bias):
     assert_linear_is_the_formula(way, rows, width, outputs, bias)
     assert calls == ["linear", "linear_grad"]
 
 
 @pytest.mark.parametrize("way", MULTIPLIED[:1], ids=str)
 @pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 1, 1), (7, 65, 33), (515, 17, 97)])
-def test_a_compiled_linear_map_in_float32_takes_odd_sizes(way, calls, rows, width, outputs):
+def test_a_compiled_linear_layer_in_float32_takes_odd_sizes(way, calls, rows, width, outputs):
     assert_linear_is_the_formula(way, rows, width, outputs, True)
     assert calls == ["linear", "linear_grad"]
 
@@ -177,11 +179,11 @@ def maps_around_a_rectifier(bias: bool = True) -> tuple[Linear, Linear]:
 @EACH_PRODUCT
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(10,), (7, 10), (2, 3, 10), (515, 10)])
-def test_rectified_is_two_linear_maps_and_a_relu_forward_and_backward(way, calls, shape, bias):
-    """To the last bit: the same products, and zeros in the same places."""
+def test_relu_ffn_equals_two_linear_layers_and_a_relu_forward_and_backward(way, calls, shape, bias):
+    """Bit for bit: the same products, and zeros at the same positions."""
     maps, x = maps_around_a_rectifier(bias), leaf(*shape, dtype=way.dtype)
     with torch.no_grad():
-        x.view(-1, 10)[0] = 0  # without biases, all of its numbers between the maps are 0
+        x.view(-1, 10)[0] = 0  # without biases, all of its hidden activations are 0
     upstream = normal(*shape[:-1], 6, seed=1, dtype=way.dtype)
     inputs = [x, *maps[0].parameters(), *maps[1].parameters()]
     found = grads_of(relu_ffn(x, *maps), upstream, inputs)
@@ -191,7 +193,7 @@ def test_rectified_is_two_linear_maps_and_a_relu_forward_and_backward(way, calls
 
 
 @EACH_PRODUCT
-def test_rectified_passes_on_what_is_not_a_number(way, calls):
+def test_relu_ffn_propagates_nan_to_its_output_and_gradients(way, calls):
     maps, x = maps_around_a_rectifier(), leaf(2, 10, dtype=way.dtype)
     with torch.no_grad():
         x[0, 0] = torch.nan
@@ -202,7 +204,7 @@ def test_rectified_passes_on_what_is_not_a_number(way, calls):
 
 
 @MULTIPLYING_PAIRS
-def test_rectified_is_torchs_where_one_of_its_maps_has_no_whole_pairs(way, calls):
+def test_relu_ffn_in_bfloat16_uses_torch_for_a_layer_with_an_odd_number_of_outputs(way, calls):
     maps, x = (Linear(10, 70), Linear(70, 5)), leaf(4, 10, dtype=SHORT)
     out = relu_ffn(x, *maps)
     assert calls == ["linear"]
@@ -210,7 +212,9 @@ def test_rectified_is_torchs_where_one_of_its_maps_has_no_whole_pairs(way, calls
 
 
 @BOTH_PATHS
-def test_rectified_is_the_same_with_weights_that_are_laid_out(way, calls, monkeypatch):
+def test_relu_ffn_with_packed_weights_equals_two_packed_linear_layers_and_a_relu(
+    way, calls, monkeypatch
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     maps, x = maps_around_a_rectifier(), normal(4, 10, dtype=torch.float32)
     with torch.no_grad():
@@ -224,7 +228,7 @@ def test_rectified_is_the_same_with_weights_that_are_laid_out(way, calls, monkey
 
 
 @MULTIPLYING
-def test_a_row_of_a_compiled_linear_map_does_not_depend_on_the_others(way, calls):
+def test_a_row_of_a_compiled_linear_layer_does_not_depend_on_other_rows(way, calls):
     layer, x = Linear(66, 70), leaf(23, 66, dtype=way.dtype)
     together = layer(x)
     alone = torch.cat([layer(row) for row in x.split(1)])
@@ -234,7 +238,9 @@ def test_a_row_of_a_compiled_linear_map_does_not_depend_on_the_others(way, calls
 
 @MULTIPLYING_PAIRS
 @pytest.mark.parametrize(("width", "outputs"), [(6, 5), (5, 6)])
-def test_what_has_no_whole_pairs_is_multiplied_by_torch(way, calls, width, outputs):
+def test_bfloat16_layers_with_odd_inputs_or_outputs_are_multiplied_by_torch(
+    way, calls, width, outputs
+):
     layer, x = Linear(width, outputs), leaf(9, width, dtype=SHORT)
     upstream = normal(9, outputs, seed=1, dtype=SHORT)
     out, grad_x = grads_of(layer(x), upstream, [x])
@@ -247,7 +253,9 @@ def test_what_has_no_whole_pairs_is_multiplied_by_torch(way, calls, width, outpu
 
 @MULTIPLYING_PAIRS
 @pytest.mark.parametrize("reason", ["nothing is trained", "the processor has tiles", "no row"])
-def test_a_linear_map_is_torchs_where_that_is_faster(way, calls, reason, monkeypatch):
+def test_the_compiled_linear_layer_is_not_used_where_torch_is_faster(
+    way, calls, reason, monkeypatch
+):
     if reason == "the processor has tiles":
         monkeypatch.setattr(linear_module, "processor_has", lambda name: name == "amx_tile")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -258,8 +266,8 @@ def test_a_linear_map_is_torchs_where_that_is_faster(way, calls, reason, monkeyp
 
 
 @MULTIPLYING_PAIRS
-def test_products_that_the_memory_does_not_hold_say_so(way, calls, monkeypatch):
-    """An update is made in halves then."""
+def test_failed_allocations_in_compiled_products_raise_memory_error(way, calls, monkeypatch):
+    """Training then splits the micro-batch in halves."""
 
     class Library:
         linear_bf16 = linear_grad_bf16 = staticmethod(lambda *_: 1)
@@ -292,9 +300,7 @@ def laid_out(width: int, outputs: int, bias: bool = True, seed: int = 1) -> Line
     ("shape", "width"), [((0,), 6), ((1,), 1), ((5,), 6), ((2, 3), 7), ((25,), 64), ((61,), 130)]
 )
 @torch.no_grad()
-def test_a_linear_map_that_is_laid_out_is_the_plain_formula(
-    calls, one_thread, shape, width, outputs, bias
-):
+def test_a_packed_linear_layer_equals_the_formula(calls, one_thread, shape, width, outputs, bias):
     layer, x = laid_out(width, outputs, bias), normal(*shape, width, dtype=torch.float32)
     out = layer(x)
     assert calls == (["packed_linear"] if x.numel() else [])
@@ -309,7 +315,9 @@ def test_a_linear_map_that_is_laid_out_is_the_plain_formula(
     [(1, 1, 1), (5, 16, 65), (25, 17, 130), (24, 64, 128), (49, 300, 256), (30, 1024, 300)],
 )
 @torch.no_grad()
-def test_zeros_that_are_skipped_change_no_bit(calls, one_thread, rows, width, outputs, share, bias):
+def test_skipping_zeros_of_the_input_does_not_change_a_bit(
+    calls, one_thread, rows, width, outputs, share, bias
+):
     layer = laid_out(width, outputs, bias)
     x = normal(rows, width, dtype=torch.float32) * (normal(rows, width, seed=1).abs() < share)
     x[0] = torch.where(x[0] == 0, -0.0, x[0])
@@ -320,7 +328,7 @@ def test_zeros_that_are_skipped_change_no_bit(calls, one_thread, rows, width, ou
 
 
 @torch.no_grad()
-def test_what_is_no_number_is_not_skipped_as_zeros_are(calls, one_thread):
+def test_nan_and_inf_are_not_skipped_like_zeros(calls, one_thread):
     layer, x = laid_out(40, 70), torch.zeros(30, 40)
     x[3, 17], x[29, 39] = math.nan, math.inf
     found = layer.forward_packed(x, input_is_relu=True)
@@ -330,20 +338,20 @@ def test_what_is_no_number_is_not_skipped_as_zeros_are(calls, one_thread):
 
 
 @torch.no_grad()
-def test_what_a_row_of_a_linear_map_is_does_not_depend_on_the_others(calls, one_thread):
+def test_a_row_of_a_packed_linear_layer_does_not_depend_on_other_rows(calls, one_thread):
     layer, x = laid_out(70, 300), normal(53, 70, dtype=torch.float32)
     assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
     assert set(calls) == {"packed_linear"}
 
 
 @torch.no_grad()
-def test_a_linear_map_that_is_laid_out_reads_what_is_not_contiguous(calls, one_thread):
+def test_a_packed_linear_layer_takes_an_input_that_is_not_contiguous(calls, one_thread):
     layer, x = laid_out(6, 5), normal(9, 12, dtype=torch.float32)[::2, 3:9]
     assert torch.equal(layer(x), layer(x.clone()))
     assert calls == ["packed_linear"] * 2
 
 
-def test_a_linear_map_that_is_laid_out_still_learns(calls, one_thread):
+def test_a_packed_linear_layer_has_the_gradients_of_an_unpacked_one(calls, one_thread):
     layer, x = laid_out(6, 5), leaf(9, 6, dtype=torch.float32)
     found = grads_of(layer(x), normal(9, 5, dtype=torch.float32), [x, *layer.parameters()])
     plain = F.linear(x, *layer.parameters())
@@ -354,7 +362,7 @@ def test_a_linear_map_that_is_laid_out_still_learns(calls, one_thread):
 
 @pytest.mark.parametrize("how", ["step", "load", "replace", "type"])
 @torch.no_grad()
-def test_weights_of_a_linear_map_that_change_count_as_they_are(calls, one_thread, how):
+def test_a_packed_linear_layer_uses_its_new_weights_after_they_change(calls, one_thread, how):
     layer, x = laid_out(6, 5), normal(9, 6, dtype=torch.float32)
     if how == "step":
         layer.weight += 1
@@ -370,7 +378,7 @@ def test_weights_of_a_linear_map_that_change_count_as_they_are(calls, one_thread
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @torch.no_grad()
-def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypatch):
+def test_packed_weights_are_used_only_on_one_thread(calls, num_threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     layer, x = laid_out(6, 5), normal(9, 6, dtype=torch.float32)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
@@ -379,8 +387,10 @@ def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypat
 
 @NANS
 @EACH_PRODUCT
-def test_a_weight_that_is_not_a_number_is_none_in_any_type(way, calls, bits):
-    """However its bits are rounded."""
+def test_a_nan_weight_makes_exactly_its_outputs_and_input_gradients_nan_in_every_dtype(
+    way, calls, bits
+):
+    """For NaNs whose bits could be rounded to a number."""
     layer, x = Linear(6, 40), leaf(3, 6, dtype=way.dtype)
     with torch.no_grad():
         layer.weight.view(torch.int32)[5, 2] = nan_of(bits).view(torch.int32)

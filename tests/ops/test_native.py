@@ -1,4 +1,4 @@
-"""The library fits the processor, belongs to nobody else, and the header says which it is."""
+"""The library fits the processor, no other user can write it, and the header describes it."""
 
 import ctypes
 import os
@@ -31,14 +31,14 @@ needs_libraries = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test look for the library anew."""
+    """Let each test search for the library again."""
     monkeypatch.delenv("MTRAIN_NATIVE", raising=False)
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
 
 
 @pytest.fixture
 def lib_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own for the libraries, without any."""
+    """An empty folder for the libraries."""
     folder = tmp_path / "package" / "lib"
     folder.mkdir(parents=True)
     monkeypatch.setattr(build, "LIB_DIR", folder)
@@ -51,7 +51,7 @@ def copied(lib_dir: Path) -> Path:
 
 
 @needs_libraries
-def test_the_library_is_the_best_that_the_processor_can_run():
+def test_the_library_for_the_best_supported_instruction_set_is_loaded():
     assert native.compiled()._name == str(LIBRARIES[USABLE[-1]])
     assert native.describe() == f"compiled for {USABLE[-1]}"
     assert native.compiled().dropout_float.argtypes is not None
@@ -59,7 +59,7 @@ def test_the_library_is_the_best_that_the_processor_can_run():
 
 @needs_libraries
 @pytest.mark.parametrize("name", USABLE)
-def test_a_lesser_processor_takes_a_lesser_library(name, monkeypatch):
+def test_a_processor_with_fewer_features_loads_the_library_for_them(name, monkeypatch):
     (wanted,) = [one for one in build.instruction_sets() if one.name == name]
     monkeypatch.setattr(native, "processor_features", lambda: {"fpu", *wanted.features})
     assert native.describe() == f"compiled for {name}"
@@ -67,20 +67,20 @@ def test_a_lesser_processor_takes_a_lesser_library(name, monkeypatch):
 
 @needs_libraries
 @pytest.mark.parametrize("name", USABLE)
-def test_the_environment_can_name_the_instruction_set(name, monkeypatch):
+def test_mtrain_native_selects_the_instruction_set(name, monkeypatch):
     monkeypatch.setenv("MTRAIN_NATIVE", name)
     assert native.describe() == f"compiled for {name}"
     assert native.compiled()._name == str(LIBRARIES[name])
 
 
 @needs_libraries
-def test_a_library_that_was_not_built_gives_way_to_the_next(lib_dir, monkeypatch):
+def test_an_available_library_is_loaded_if_better_ones_are_missing(lib_dir, monkeypatch):
     shutil.copy(LIBRARIES[KNOWN[0]], lib_dir)
     assert native.describe() == f"compiled for {KNOWN[0]}"
 
 
 @needs_libraries
-def test_the_name_is_a_hash_of_the_library(monkeypatch):
+def test_the_name_contains_a_different_16_character_hash_for_each_library(monkeypatch):
     names = []
     for name in USABLE:
         monkeypatch.setenv("MTRAIN_NATIVE", name)
@@ -107,7 +107,7 @@ def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch):
     assert str(caught.value) == f"`MTRAIN_NATIVE` is {KNOWN[-1]}, which this processor cannot run."
 
 
-def test_the_plain_formulas_have_their_reason(lib_dir, monkeypatch):
+def test_describe_gives_the_reason_when_no_library_is_loaded(lib_dir, monkeypatch):
     monkeypatch.setattr(native.platform, "machine", lambda: "pdp11")
     assert native.describe() == "plain (no library for pdp11 is installed)"
     monkeypatch.setenv("MTRAIN_NATIVE", build.instruction_sets()[0].name)
@@ -121,13 +121,13 @@ def test_the_plain_formulas_have_their_reason(lib_dir, monkeypatch):
     assert native.compiled() is None
 
 
-def test_a_damaged_library_gives_the_words_of_the_loader(lib_dir):
+def test_describe_quotes_the_loader_error_of_a_damaged_library(lib_dir):
     path = build.library_path(lib_dir, USABLE[-1])
     path.write_text("this is no library")
     assert native.describe() == f"plain ({path}: file too short)"
 
 
-def test_a_library_of_other_functions_is_not_used(lib_dir, monkeypatch):
+def test_a_library_that_lacks_the_functions_is_not_used(lib_dir, monkeypatch):
     path = build.library_path(lib_dir, USABLE[-1])
     path.write_text("a library")
     monkeypatch.setattr(native.ctypes, "CDLL", lambda path: SimpleNamespace())
@@ -136,7 +136,7 @@ def test_a_library_of_other_functions_is_not_used(lib_dir, monkeypatch):
 
 
 @needs_libraries
-def test_a_library_of_the_user_is_loaded(lib_dir):
+def test_a_library_that_only_the_user_can_write_is_loaded(lib_dir):
     copied(lib_dir)
     assert native.describe() == f"compiled for {USABLE[-1]}"
 
@@ -144,7 +144,7 @@ def test_a_library_of_the_user_is_loaded(lib_dir):
 @needs_libraries
 @pytest.mark.parametrize("place", ["library", "its folder", "a folder above"])
 @pytest.mark.parametrize("danger", ["another user", "all users", "a group"])
-def test_a_library_that_another_user_could_have_put_there_is_not_loaded(
+def test_a_library_that_another_user_could_have_written_is_not_loaded(
     lib_dir, place, danger, monkeypatch
 ):
     path = copied(lib_dir)
@@ -176,15 +176,15 @@ def test_root_does_not_load_the_library_of_a_user(lib_dir):
 
 
 @needs_libraries
-def test_a_folder_in_which_only_owners_replace_files_is_no_danger(lib_dir):
-    """As /tmp is."""
+def test_a_library_in_a_folder_with_the_sticky_bit_is_loaded(lib_dir):
+    """/tmp is such a folder."""
     path = copied(lib_dir)
     lib_dir.chmod(0o1777)
     assert native.compiled()._name == str(path)
 
 
 @needs_libraries
-def test_a_link_is_judged_by_where_it_leads(lib_dir, tmp_path):
+def test_the_folder_of_the_target_of_a_symbolic_link_is_checked(lib_dir, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     path = copied(lib_dir)
@@ -199,8 +199,10 @@ def test_a_link_is_judged_by_where_it_leads(lib_dir, tmp_path):
     ("group", "members", "is_loaded"),
     [("ann", [], True), ("ann", ["ann"], True), ("ann", ["bob"], False), ("staff", [], False)],
 )
-def test_a_group_without_another_member_may_write(lib_dir, monkeypatch, group, members, is_loaded):
-    """Many systems give each user such a group, and let it write all his files."""
+def test_a_group_writable_library_is_loaded_only_if_the_group_is_private_to_the_user(
+    lib_dir, monkeypatch, group, members, is_loaded
+):
+    """Many systems give each user a private group that may write all the user's files."""
     path = copied(lib_dir)
     path.chmod(0o775)
     monkeypatch.setattr(native.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ann"))
@@ -210,7 +212,7 @@ def test_a_group_without_another_member_may_write(lib_dir, monkeypatch, group, m
 
 
 @needs_libraries
-def test_a_group_or_user_without_a_name_may_not_write(lib_dir, monkeypatch):
+def test_a_group_writable_library_of_an_unknown_group_is_not_loaded(lib_dir, monkeypatch):
     def unknown(number: int) -> None:
         raise KeyError(number)
 
@@ -233,7 +235,9 @@ def fast_build(lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-def test_a_library_can_be_compiled_for_a_process_alone(fast_build, monkeypatch, capsys):
+def test_mtrain_native_build_compiles_a_library_in_a_private_temporary_folder(
+    fast_build, monkeypatch, capsys
+):
     modes, compiles = [], build.build
 
     def noted(folder: Path, sets: list[build.InstructionSet]) -> dict[str, str]:
@@ -252,7 +256,7 @@ def test_a_library_can_be_compiled_for_a_process_alone(fast_build, monkeypatch, 
 
 
 @pytest.mark.parametrize("error", [build.BuildError("error: no C"), OSError(28, "No space left")])
-def test_a_build_that_fails_has_its_reason(error, fast_build, monkeypatch, capsys):
+def test_describe_gives_the_reason_of_a_failed_build(error, fast_build, monkeypatch, capsys):
     def failing(*_: object) -> None:
         raise error
 
@@ -260,33 +264,33 @@ def test_a_build_that_fails_has_its_reason(error, fast_build, monkeypatch, capsy
     assert native.describe() == f"plain (MTRAIN_NATIVE=build: {error})"
 
 
-def test_nothing_is_compiled_unless_it_is_asked_for(lib_dir, monkeypatch):
+def test_nothing_is_compiled_without_mtrain_native_build(lib_dir, monkeypatch):
     monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it was compiled"))
     assert native.compiled() is None
 
 
 def trained(cli: Cli, tmp_path: Path) -> str:
-    """Train twelve updates and return what the header says of the device."""
+    """Train twelve updates and return the header's line about the device."""
     outcome = cli("train", write_task(tmp_path / "task"))
     assert outcome.code == 0, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("device ")]
     return line
 
 
-def test_the_header_says_why_formulas_are_plain(cli, lib_dir, tmp_path, monkeypatch):
+def test_the_training_header_says_why_kernels_are_not_compiled(cli, lib_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("MTRAIN_NATIVE", "0")
     line = trained(cli, tmp_path)
     assert line == "device   cpu, float32, 1 thread, kernels plain (MTRAIN_NATIVE=0)"
 
 
 @needs_libraries
-def test_the_header_says_what_the_kernels_are_compiled_for(cli, tmp_path):
+def test_the_training_header_names_the_instruction_set_of_the_kernels(cli, tmp_path):
     line = trained(cli, tmp_path)
     assert line == f"device   cpu, float32, 1 thread, kernels compiled for {USABLE[-1]}"
     assert len(line) < 80
 
 
-def test_an_unknown_instruction_set_ends_training_with_one_line(cli, tmp_path, monkeypatch):
+def test_an_unknown_instruction_set_ends_training_with_an_error_message(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("MTRAIN_NATIVE", "avx3")
     outcome = cli("train", write_task(tmp_path / "task"))
     assert outcome.code == 2
@@ -296,7 +300,7 @@ def test_an_unknown_instruction_set_ends_training_with_one_line(cli, tmp_path, m
 @needs_libraries
 @pytest.mark.parametrize("name", USABLE[:-1])
 def test_each_instruction_set_passes_the_tests_of_the_operations(name):
-    """As the best one does in this process; what is refused and kept in memory is the same."""
+    """The best one runs in this process; refusals and memory are the same for all."""
     files = sorted(str(path) for path in Path(__file__).parent.glob("test_*.py"))
     same = ("test_native", "test_build", "test_refusals")
     others = [path for path in files if Path(path).stem not in same]
@@ -318,7 +322,7 @@ def run_pytest() -> None:
 
 
 @needs_libraries
-def test_products_are_ours_only_where_they_were_measured_to_be_faster(monkeypatch):
+def test_has_fast_matmul_is_true_only_for_the_listed_instruction_sets_and_dtypes(monkeypatch):
     found = {}
     for name in USABLE:
         monkeypatch.setenv("MTRAIN_NATIVE", name)
@@ -330,7 +334,7 @@ def test_products_are_ours_only_where_they_were_measured_to_be_faster(monkeypatc
 
 
 @pytest.mark.parametrize(("status", "error"), [(1, MemoryError), (2, IndexError)])
-def test_a_status_that_is_not_success_is_an_error(status, error):
+def test_a_failure_status_of_a_compiled_function_raises_the_matching_error(status, error):
     library = SimpleNamespace(dropout_float=lambda: status)
     with pytest.raises(error) as caught:
         native.Functions(library, "float").call("dropout", ())

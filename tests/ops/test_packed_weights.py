@@ -1,4 +1,4 @@
-"""Hold products in bfloat16 and in whole numbers to their formulas, plain and compiled."""
+"""Compare products in bfloat16 and int8, in PyTorch and in C, with their formulas."""
 
 import math
 
@@ -27,7 +27,7 @@ def linear(width: int, outputs: int, has_bias: bool = True) -> Linear:
 
 
 def expected_of(layer: Linear, x: Tensor, precision: str) -> Tensor:
-    """Return the product of what is rounded, in float64."""
+    """Return the product of the rounded operands, in float64."""
     if precision == "bfloat16":
         product = x.bfloat16().double() @ layer.weight.bfloat16().double().T
     else:
@@ -38,7 +38,7 @@ def expected_of(layer: Linear, x: Tensor, precision: str) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [1, 5, 64, 1000])
-def test_whole_numbers_are_as_near_as_their_steps_allow(width):
+def test_int8_quantisation_errors_are_at_most_half_a_step(width):
     x = normal(20, width, dtype=FLOAT)
     found = quantise(x)
     assert found.values.dtype is torch.int8
@@ -47,7 +47,7 @@ def test_whole_numbers_are_as_near_as_their_steps_allow(width):
     assert (rest <= 0.5001 * found.scales[:, None]).all()
 
 
-def test_rows_that_are_zero_or_not_finite_have_a_scale_that_says_so():
+def test_rows_of_zeros_have_scale_zero_and_rows_with_nan_or_inf_have_a_nan_scale():
     x = torch.tensor([[0.0, 0.0], [1e-40, 0.0], [math.nan, 1.0], [math.inf, 1.0], [2.0, -1.0]])
     found = quantise(x)
     assert found.values.tolist() == [[0, 0], [0, 0], [0, 0], [0, 0], [127, -64]]
@@ -61,7 +61,7 @@ def test_rows_that_are_zero_or_not_finite_have_a_scale_that_says_so():
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("rows", "width", "outputs"), SIZES)
 @torch.no_grad()
-def test_compiled_and_plain_products_are_those_of_what_is_rounded(
+def test_compiled_and_pytorch_products_equal_the_formula_of_the_rounded_operands(
     way, calls, one_thread, precision, rows, width, outputs, has_bias
 ):
     layer, x = linear(width, outputs, has_bias), normal(rows, width, dtype=FLOAT)
@@ -77,7 +77,9 @@ def test_compiled_and_plain_products_are_those_of_what_is_rounded(
 
 @PRECISIONS
 @torch.no_grad()
-def test_a_compiled_row_does_not_depend_on_the_others(calls, one_thread, precision):
+def test_a_row_of_a_compiled_rounded_product_does_not_depend_on_other_rows(
+    calls, one_thread, precision
+):
     layer, x = linear(66, 130), normal(29, 66, dtype=FLOAT)
     x[3] *= 1000
     layer.pack_weights(precision)
@@ -89,7 +91,7 @@ def test_a_compiled_row_does_not_depend_on_the_others(calls, one_thread, precisi
 @PRECISIONS
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @torch.no_grad()
-def test_a_compiled_row_that_is_not_finite_stays_so_and_disturbs_no_other(
+def test_a_nan_or_inf_row_of_a_compiled_product_stays_not_finite_and_changes_no_other_row(
     way, calls, one_thread, precision, value
 ):
     layer, x = linear(64, 70), normal(9, 64, dtype=FLOAT)
@@ -104,7 +106,7 @@ def test_a_compiled_row_that_is_not_finite_stays_so_and_disturbs_no_other(
 
 @BOTH_PATHS
 @torch.no_grad()
-def test_compiled_whole_numbers_take_rows_of_any_size(way, calls, one_thread):
+def test_compiled_and_pytorch_int8_products_take_rows_of_any_magnitude(way, calls, one_thread):
     layer = linear(10, 70, has_bias=False)
     layer.pack_weights("int8")
     x = normal(5, 10, dtype=FLOAT) * torch.tensor([0.0, 1e-36, 1e-20, 1e20, 1e30])[:, None]
@@ -117,7 +119,7 @@ def test_compiled_whole_numbers_take_rows_of_any_size(way, calls, one_thread):
 @PRECISIONS
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @torch.no_grad()
-def test_weights_that_are_not_finite_stay_in_float32(one_thread, precision, value):
+def test_weights_with_nan_or_inf_are_packed_in_float32(one_thread, precision, value):
     layer, x = linear(6, 9), normal(3, 6, dtype=FLOAT)
     layer.weight[2, 1] = value
     layer.pack_weights(precision)
@@ -131,7 +133,7 @@ def test_weights_that_are_not_finite_stay_in_float32(one_thread, precision, valu
 
 @PRECISIONS
 @torch.no_grad()
-def test_rounded_weights_are_dropped_once_the_weights_change(one_thread, precision):
+def test_rounded_weights_are_discarded_after_the_weights_change(one_thread, precision):
     layer, x = linear(6, 9), normal(3, 6, dtype=FLOAT)
     layer.pack_weights(precision)
     layer.weight.mul_(2)
@@ -141,7 +143,7 @@ def test_rounded_weights_are_dropped_once_the_weights_change(one_thread, precisi
 
 
 @PRECISIONS
-def test_rounded_weights_are_never_trained(one_thread, precision):
+def test_rounded_weights_are_not_used_while_gradients_are_recorded(one_thread, precision):
     layer, x = linear(6, 9), normal(3, 6, dtype=FLOAT)
     layer.pack_weights(precision)
     exact = x.double() @ layer.weight.double().T + layer.bias.double()
@@ -151,9 +153,7 @@ def test_rounded_weights_are_never_trained(one_thread, precision):
 @PRECISIONS
 @pytest.mark.parametrize("never", [[], [4, 0]])
 @torch.no_grad()
-def test_compiled_rounded_logits_have_one_best_token_in_each_search(
-    calls, one_thread, precision, never
-):
+def test_argmax_and_top_k_of_compiled_rounded_logits_agree(calls, one_thread, precision, never):
     projected, states = Projection(66, 200), normal(40, 66, dtype=FLOAT)
     projected.weight.copy_(normal(200, 66, seed=3))
     projected.weight[70:80] = projected.weight[60]  # ties
@@ -169,7 +169,7 @@ def test_compiled_rounded_logits_have_one_best_token_in_each_search(
 
 @PRECISIONS
 @torch.no_grad()
-def test_a_compiled_state_that_is_not_finite_has_no_best_token(calls, one_thread, precision):
+def test_the_compiled_argmax_of_a_nan_state_is_minus_one(calls, one_thread, precision):
     projected, states = Projection(66, 200), normal(9, 66, dtype=FLOAT)
     projected.pack_weights(precision)
     states[4, 7] = math.nan
@@ -181,7 +181,7 @@ def test_a_compiled_state_that_is_not_finite_has_no_best_token(calls, one_thread
 @PRECISIONS
 @pytest.mark.parametrize("width", [3, 64, 1000])
 @torch.no_grad()
-def test_a_compiled_scan_is_as_near_to_exact_logits_as_its_bounds_say(one_thread, precision, width):
+def test_the_logit_errors_of_a_compiled_scan_are_within_its_bounds(one_thread, precision, width):
     functions = native.functions_for(torch.ones(1), is_training=True)
     if functions is None:
         pytest.skip("nothing is compiled")
@@ -203,4 +203,4 @@ def test_a_compiled_scan_is_as_near_to_exact_logits_as_its_bounds_say(one_thread
     exact_NV = states.double() @ projected.weight.double().T
     apart_NV = (scan.packed.multiply(states, None).double() - exact_NV).abs()
     assert (apart_NV <= 1.001 * margin_NV).all()
-    assert (apart_NV / margin_NV).max() > (0.02 if width > 3 else 0.2)  # and not much nearer
+    assert (apart_NV / margin_NV).max() > (0.02 if width > 3 else 0.2)  # and they are not too loose

@@ -1,6 +1,6 @@
-"""What the compiled functions cannot take ends in PyTorch's error, or in the plain formula.
+"""Inputs that the compiled functions do not support raise PyTorch's error, or PyTorch computes.
 
-Each case below runs in a forked process of its own: one that crashes fails, and the others go on.
+Each case below runs in a forked process of its own: a crash fails only its own case.
 """
 
 import json
@@ -45,7 +45,7 @@ def packed(in_features: int, out_features: int) -> Projection:
 
 
 def no_data(function: Callable[..., Tensor], *arguments: object) -> None:
-    """Hold PyTorch to an error, or to a result that has no data either."""
+    """Expect an error of PyTorch, or a result that has no data either."""
     try:
         found = function(*arguments)
     except (RuntimeError, NotImplementedError):
@@ -54,14 +54,14 @@ def no_data(function: Callable[..., Tensor], *arguments: object) -> None:
 
 
 class Subclass(Tensor):
-    """A tensor whose numbers are not where its data pointer is."""
+    """A tensor whose values are not at its data pointer."""
 
 
 def subclass(x: Tensor) -> Tensor:
     return x.as_subclass(Subclass)
 
 
-# Linear maps
+# Linear layers
 
 
 @case
@@ -139,7 +139,7 @@ def a_linear_map_without_inputs_or_outputs_is_pytorchs() -> None:
 
 @case
 def tensors_of_a_subclass_take_the_plain_formula() -> None:
-    """A quantised weight says float32 and has no data at its pointer."""
+    """A quantised weight reports float32 and has no data at its pointer."""
     for is_training in (True, False):
         with torch.set_grad_enabled(is_training):
             x, q = torch.ones(3, 6), torch.ones(1, 2, 3, 4)
@@ -435,7 +435,7 @@ def top_tokens_refuse_ids_that_are_no_tokens() -> None:
         for given in (logits, layer.logits(torch.randn(3, 6))):
             for never in ([7], [2**40], [0, -8]):
                 with pytest.raises(IndexError):
-                    top_tokens(given, never, 2)  # by the plain formula, as PyTorch's indexing
+                    top_tokens(given, never, 2)  # in PyTorch, as with its indexing
                 with pytest.raises(IndexError):
                     argmax_tokens(given, never)
 
@@ -475,7 +475,7 @@ def _outcome(function: Callable[[], None]) -> str:
         if child == 0:
             try:
                 function()
-            except BaseException:  # whatever it is, it is told
+            except BaseException:  # every exception is reported
                 told.write(traceback.format_exc())
                 told.flush()
                 os._exit(1)
@@ -487,7 +487,7 @@ def _outcome(function: Callable[[], None]) -> str:
 
 def run_cases() -> None:
     """Print the outcome of each case as JSON."""
-    import torch._dynamo  # here, and not once more in every fork that needs it
+    import torch._dynamo  # once here, and not in every fork that needs it
 
     torch.set_num_threads(1)
     native.Functions.has_fast_matmul = lambda functions: True  # as on a processor that has it
@@ -512,5 +512,5 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_compiled_function_takes_only_what_it_can(outcomes, name):
+def test_unsupported_inputs_raise_an_error_or_fall_back_to_pytorch(outcomes, name):
     assert outcomes[name] == ""

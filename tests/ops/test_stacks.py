@@ -1,4 +1,4 @@
-"""Hold compiled stacks to their own layers, one operation after the other, bit for bit."""
+"""Compare compiled stacks with their own layers, one operation after the other, bit for bit."""
 
 import copy
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def start(model: Transformer, seed: int = 0) -> KVCache:
 
 
 def decoded(model: Transformer) -> list[Tensor]:
-    """Return the logits of each step, while hypotheses multiply, end and are joined by others."""
+    """Return the logits of each step, while hypotheses are copied, dropped and admitted."""
     cache, logits = start(model), []
     for number, rows in enumerate([[0, 1, 2], [2, 0, 0, 1, 1, 1, 2], [6, 1, 3], [], [0, 1, 2]]):
         if not rows:
@@ -63,7 +63,7 @@ def decoded(model: Transformer) -> list[Tensor]:
 
 
 def one_by_one(model: Transformer, precision: Precision = "float32") -> list[Tensor]:
-    """Return the same, of layers that are called."""
+    """Return the same, computed layer by layer."""
     apart = copy.deepcopy(model)
     apart.pack_weights(precision)
     apart._compile_decoder = lambda: None  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ def one_by_one(model: Transformer, precision: Precision = "float32") -> list[Ten
 @PRECISIONS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @torch.no_grad()
-def test_the_compiled_decoder_is_its_layers_bit_for_bit(config, precision, calls):
+def test_the_compiled_decoder_equals_its_layers_bit_for_bit(config, precision, calls):
     model = packed(config, precision)
     found = decoded(model)
     assert calls.count("decoder_step") == len(found)
@@ -88,7 +88,7 @@ def test_the_compiled_decoder_is_its_layers_bit_for_bit(config, precision, calls
 
 
 @torch.no_grad()
-def test_the_compiled_decoder_takes_maps_without_a_bias():
+def test_the_compiled_decoder_takes_linear_layers_without_a_bias():
     model = packed()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -106,13 +106,13 @@ def test_the_compiled_decoder_takes_maps_without_a_bias():
     ],
 )
 @torch.no_grad()
-def test_layers_of_another_kind_are_never_the_compiled_decoder(config, calls):
+def test_layers_with_unsupported_options_do_not_use_the_compiled_decoder(config, calls):
     decoded(packed(config))
     assert "decoder_step" not in calls
 
 
 @torch.no_grad()
-def test_nothing_but_packed_weights_is_the_compiled_decoder(calls):
+def test_unpacked_or_float64_weights_do_not_use_the_compiled_decoder(calls):
     decoded(transformer(CONFIGS["post"]).float())
     decoded(packed().double())
     assert "decoder_step" not in calls
@@ -164,7 +164,7 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 @torch.no_grad()
-def test_the_compiled_decoder_notices_what_changes_between_searches(change):
+def test_the_compiled_decoder_uses_changes_of_the_model_between_searches(change):
     model = packed()
     before = decoded(model)
     change(model)
@@ -176,7 +176,7 @@ def test_the_compiled_decoder_notices_what_changes_between_searches(change):
 
 
 @torch.no_grad()
-def test_a_compiled_decoder_whose_weights_change_in_place_is_left_at_once(calls):
+def test_the_compiled_decoder_is_not_used_after_its_weights_change_in_place(calls):
     model = packed()
     cache = start(model)
     model.decode_step(ids(3, 0), cache)
@@ -186,7 +186,7 @@ def test_a_compiled_decoder_whose_weights_change_in_place_is_left_at_once(calls)
     assert "decoder_step" not in calls
 
 
-def test_a_compiled_decoder_is_never_trained(calls):
+def test_compiled_stacks_are_not_used_in_training_mode(calls):
     model = packed(model_config(dropout=0.1)).train()
     cache = start(model)
     logits = model.decode_step(ids(3, 0), cache)[:]
@@ -197,7 +197,7 @@ def test_a_compiled_decoder_is_never_trained(calls):
     assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
 
 
-def test_compiled_stacks_give_way_where_gradients_are_needed(calls):
+def test_compiled_stacks_are_not_used_where_gradients_are_needed(calls):
     model = packed()
     with torch.no_grad():
         start(model)
@@ -211,7 +211,7 @@ def test_compiled_stacks_give_way_where_gradients_are_needed(calls):
 @PRECISIONS
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, precision, calls):
+def test_the_compiled_encoder_equals_its_layers_bit_for_bit(name, precision, calls):
     model = packed(CONFIGS[name], precision)
     src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
     found = model.encode(src_BS, keep_BS)
@@ -225,7 +225,7 @@ def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, precision, calls):
 @pytest.mark.parametrize("min_positions", [1, 512], ids=["each length apart", "all together"])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_compiled_sources_are_those_of_their_modules_bit_for_bit(
+def test_compiled_sources_equal_those_of_their_modules_bit_for_bit(
     name, min_positions, precision, calls, monkeypatch
 ):
     monkeypatch.setattr(transformer_module, "_MIN_GROUP_POSITIONS", min_positions)
@@ -245,7 +245,7 @@ def test_compiled_sources_are_those_of_their_modules_bit_for_bit(
 
 @pytest.mark.parametrize("config", [model_config(norm="pre"), model_config(activation="gelu")])
 @torch.no_grad()
-def test_modules_of_another_kind_never_give_compiled_sources(config, calls):
+def test_unsupported_or_unpacked_models_do_not_use_compiled_sources(config, calls):
     start(packed(config))
     start(transformer(CONFIGS["post"]).float())
     assert "encode_sources" not in calls
@@ -265,7 +265,7 @@ def some_sources() -> list[object]:
 
 
 @torch.no_grad()
-def test_compiled_sources_are_written_to_their_slots_alone():
+def test_compiled_sources_are_written_only_to_their_slots():
     arguments = some_sources()
     assert compiled_sources().write(*arguments)
     for pool_RX in arguments[3]:
@@ -292,7 +292,7 @@ def test_compiled_sources_refuse_a_token_or_a_slot_out_of_range(wrong):
 
 
 @torch.no_grad()
-def test_what_compiled_sources_cannot_take_is_left_to_the_modules():
+def test_compiled_sources_return_false_for_unsupported_arguments():
     ids_BS, slots_BS, encodings_TD, pools = some_sources()
     sources = compiled_sources()
     for wrong in (
@@ -314,7 +314,7 @@ def test_what_compiled_sources_cannot_take_is_left_to_the_modules():
 
 
 @torch.no_grad()
-def test_hooks_see_what_a_compiled_encoder_would_hide(calls):
+def test_attention_maps_do_not_use_the_compiled_encoder(calls):
     model = packed()
     src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
     model.encode(src_BS, keep_BS)
@@ -326,7 +326,7 @@ def test_hooks_see_what_a_compiled_encoder_would_hide(calls):
 
 
 @torch.no_grad()
-def test_what_a_compiled_encoder_cannot_take_runs_layer_by_layer():
+def test_the_compiled_encoder_returns_none_for_unsupported_arguments():
     model = packed()
     encoder = CompiledEncoder.of(model._stack_modules(model.encoder), 2)
     assert encoder is not None
@@ -370,7 +370,7 @@ def compiled() -> CompiledDecoder:
 
 
 @torch.no_grad()
-def test_a_compiled_decoder_writes_nothing_beyond_its_cache():
+def test_a_compiled_decoder_writes_nothing_outside_its_cache():
     whole = torch.zeros(2, 8, 24)
     step = a_step()._replace(pasts=[*whole[:, :4]], past_slots_NT=torch.tensor([[0], [1], [5]]))
     with pytest.raises(IndexError):
@@ -391,13 +391,13 @@ def test_a_compiled_decoder_writes_nothing_beyond_its_cache():
     ],
 )
 @torch.no_grad()
-def test_ids_out_of_range_are_refused_by_a_compiled_decoder(wrong):
+def test_ids_slots_and_positions_out_of_range_are_refused_by_a_compiled_decoder(wrong):
     with pytest.raises(IndexError):
         compiled().step(*a_step()._replace(**wrong))
 
 
 @torch.no_grad()
-def test_what_a_compiled_decoder_cannot_take_runs_layer_by_layer():
+def test_the_compiled_decoder_returns_none_for_unsupported_arguments():
     decoder, step = compiled(), a_step()
     assert decoder.step(*step) is not None
     wrong: dict[str, list[object]] = {

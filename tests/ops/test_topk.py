@@ -1,4 +1,4 @@
-"""Hold the most probable tokens, of logits and of a projection, to a sort of the logits."""
+"""Compare the top tokens, of logits and of a projection, with a sort of the logits."""
 
 import math
 
@@ -25,7 +25,7 @@ WIDTHS = [5, 63, 64, 65, 130, 1000]  # the compiled function reads blocks of 64
 
 
 def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
-    """The ids of each row, greatest first and of equals the first."""
+    """The ids of each row by decreasing logit, and the lowest id first among equal logits."""
     rows = [
         sorted((piece for piece in range(len(row)) if piece not in never), key=lambda n: -row[n])
         for row in logits_NV.tolist()
@@ -38,8 +38,10 @@ def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
 @pytest.mark.parametrize("never", [[], [4, 0, 1]])
 @pytest.mark.parametrize("count", [1, 4, 2000])
 @torch.no_grad()
-def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, width, never, count):
-    """Those never taken are the greatest of all, and count in the probabilities."""
+def test_top_tokens_are_the_allowed_tokens_with_the_greatest_logits(
+    way, calls, one_thread, width, never, count
+):
+    """The forbidden tokens have the greatest logits, and count in the probabilities."""
     logits_NV = 3 * normal(7, width, dtype=way.dtype)
     logits_NV[:, never] += 8
     before = logits_NV.clone()
@@ -50,7 +52,7 @@ def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, wi
     expected = ranked(logits_NV, never, count)
     values_NC = logits_NV.gather(1, found.ids_NC)
     assert torch.equal(values_NC, logits_NV.gather(1, expected))
-    if way.is_compiled or way.dtype is not SHORT:  # else there are ties, which it may break at will
+    if way.is_compiled or way.dtype is not SHORT:  # else there are ties, in any order
         assert torch.equal(found.ids_NC, expected)
     assert all(len({*row}) == len(row) and not {*row} & {*never} for row in found.ids_NC.tolist())
     exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
@@ -58,14 +60,14 @@ def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, wi
 
 
 @EACH_WAY
-def test_where_no_piece_is_allowed_there_are_no_top_pieces(way, calls):
+def test_top_tokens_are_empty_where_no_token_is_allowed(way, calls):
     found = top_tokens(normal(2, 3, dtype=way.dtype), [0, 1, 2], 4)
     assert found.ids_NC.shape == found.log_prob_NC.shape == (2, 0)
     assert calls == []
 
 
-def test_compiled_top_pieces_of_ties_are_the_first(calls):
-    """Within a block, across blocks, and where the last place is contested."""
+def test_compiled_top_tokens_break_ties_by_the_lowest_id(calls):
+    """Within a block, across blocks, and for the last of the top tokens."""
     logits_NV = torch.zeros(3, 200)
     logits_NV[1, [150, 70, 199, 5]] = 1.0
     logits_NV[2] = torch.arange(200) // 50 % 2
@@ -76,7 +78,7 @@ def test_compiled_top_pieces_of_ties_are_the_first(calls):
 
 
 @EACH_WAY
-def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
+def test_top_tokens_take_logits_that_are_not_contiguous(way, calls):
     logits = [normal(100, 7, dtype=way.dtype).T, normal(7, 300, dtype=way.dtype)[:, 50:150]]
     for logits_NV in logits:
         found = top_tokens(logits_NV, [2], 5)
@@ -88,7 +90,7 @@ def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
 
 @EACH_WAY
 @pytest.mark.parametrize("shift", [-1e4, 1e4, 1e30])
-def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
+def test_top_tokens_of_extreme_logits_have_the_log_probabilities_of_log_softmax(way, calls, shift):
     logits_NV = (shift * (1 + 0.1 * normal(3, 100))).to(way.dtype)
     found = top_tokens(logits_NV, [0], 3)
     exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
@@ -98,8 +100,8 @@ def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
 
 @EACH_WAY
 @pytest.mark.parametrize("few", [0, 2])
-def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
-    """They have no probability; with few others, they are taken all the same."""
+def test_tokens_with_a_logit_of_minus_infinity_come_last(way, calls, few):
+    """Their probability is zero; where there are too few others, they are returned anyway."""
     logits_NV = torch.full((2, 130), -math.inf, dtype=way.dtype)
     logits_NV[:, 100 : 103 + few] = normal(2, 3 + few, dtype=way.dtype)
     found = top_tokens(logits_NV, [0, 101], 4)
@@ -113,8 +115,10 @@ def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("places", [[0], [64], [99], [7, 70], list(range(100))])
-def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, value, places):
-    """The ids are some of the vocabulary in any case, for they are looked up."""
+def test_a_nan_or_inf_logit_makes_the_top_log_probabilities_of_its_row_not_finite(
+    way, calls, value, places
+):
+    """The ids are in the vocabulary in any case, because they are looked up."""
     logits_NV = normal(3, 100, dtype=way.dtype)
     whole = top_tokens(logits_NV, [0, 2], 4)
     logits_NV[1, places] = value
@@ -127,7 +131,7 @@ def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, valu
 
 
 @BOTH_PATHS
-def test_no_row_has_no_pieces(way, calls):
+def test_top_tokens_of_no_rows_are_empty(way, calls):
     found = top_tokens(torch.empty(0, 9, dtype=way.dtype), [0], 4)
     assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
 
@@ -135,7 +139,7 @@ def test_no_row_has_no_pieces(way, calls):
 @EACH_WAY
 @pytest.mark.parametrize("never", [[], [4, 0, 1]])
 @torch.no_grad()
-def test_the_likeliest_piece_of_logits_is_the_first_top_piece(way, calls, one_thread, never):
+def test_the_argmax_of_logits_is_the_first_top_token(way, calls, one_thread, never):
     logits_NV = 3 * normal(7, 130, dtype=way.dtype)
     logits_NV[:, never] += 8
     assert torch.equal(argmax_tokens(logits_NV, never), top_tokens(logits_NV, never, 1).ids_NC)
@@ -143,7 +147,7 @@ def test_the_likeliest_piece_of_logits_is_the_first_top_piece(way, calls, one_th
 
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_where_logits_are_no_numbers_no_piece_is_likeliest(way, calls, value):
+def test_the_argmax_of_a_row_of_nan_inf_or_minus_inf_is_minus_one(way, calls, value):
     logits_NV = normal(3, 100, dtype=way.dtype)
     logits_NV[1] = value
     expected = top_tokens(logits_NV[[0, 2]], [0], 1).ids_NC.flatten().tolist()
@@ -151,7 +155,7 @@ def test_where_logits_are_no_numbers_no_piece_is_likeliest(way, calls, value):
 
 
 def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
-    """A projection whose weights are laid out, with logits of a few units."""
+    """A projection with packed weights, and logits of a few units."""
     projected = Projection(width, num_pieces)
     with torch.no_grad():
         projected.weight.copy_(3 * normal(num_pieces, width, seed=seed) / width**0.5)
@@ -160,7 +164,7 @@ def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
 
 
 def best_of(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopTokens:
-    """The pieces that are found without logits in memory."""
+    """The top tokens, found without logits in memory."""
     logits = projected.logits(states_ND)
     assert isinstance(logits, LazyLogits)
     return top_tokens(logits, never, count)
@@ -170,7 +174,7 @@ def best_of(projected: Projection, states_ND: Tensor, never: list[int], count: i
 @pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 1), (5, 6), (6, 7), (25, 64), (61, 130)])
 @pytest.mark.parametrize(("never", "count"), [([], 1), ([4, 0], 3), ([1], 2000)])
 @torch.no_grad()
-def test_top_pieces_of_a_projection_are_those_of_its_logits(
+def test_top_tokens_of_a_projection_equal_those_of_its_logits(
     calls, one_thread, rows, width, num_pieces, never, count
 ):
     projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
@@ -189,7 +193,7 @@ def test_top_pieces_of_a_projection_are_those_of_its_logits(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", None])
 @pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 1), (25, 64)])
 @torch.no_grad()
-def test_log_probs_of_given_pieces_are_those_of_the_logits(
+def test_log_probs_of_given_tokens_equal_the_log_softmax_of_the_logits(
     calls, one_thread, rows, width, precision
 ):
     projected, states = projection(width, 130), normal(rows, width, dtype=torch.float32)
@@ -206,7 +210,7 @@ def test_log_probs_of_given_pieces_are_those_of_the_logits(
 
 
 @torch.no_grad()
-def test_what_a_row_of_a_projection_is_does_not_depend_on_the_others(calls, one_thread):
+def test_the_top_tokens_of_a_row_of_a_projection_do_not_depend_on_other_rows(calls, one_thread):
     projected, states = projection(70, 300), normal(53, 70, dtype=torch.float32)
     together = best_of(projected, states, [2], 4)
     alone = [best_of(projected, row, [2], 4) for row in states.split(1)]
@@ -215,7 +219,7 @@ def test_what_a_row_of_a_projection_is_does_not_depend_on_the_others(calls, one_
 
 
 @torch.no_grad()
-def test_a_projection_gives_the_logits_of_any_rows(calls):
+def test_a_projection_returns_the_logits_of_all_or_selected_rows(calls):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     logits = projected.logits(states)
     plain = F.linear(states, projected.weight)
@@ -224,7 +228,7 @@ def test_a_projection_gives_the_logits_of_any_rows(calls):
 
 
 @torch.no_grad()
-def test_a_projection_reads_states_that_are_not_contiguous(calls, one_thread):
+def test_a_projection_takes_states_that_are_not_contiguous(calls, one_thread):
     projected, states = projection(6, 40), normal(9, 12, dtype=torch.float32)
     own = best_of(projected, states[::2, 3:9], [], 3)
     assert torch.equal(own.ids_NC, best_of(projected, states[::2, 3:9].clone(), [], 3).ids_NC)
@@ -232,7 +236,7 @@ def test_a_projection_reads_states_that_are_not_contiguous(calls, one_thread):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @torch.no_grad()
-def test_on_several_threads_a_projection_is_torchs(calls, num_threads, monkeypatch):
+def test_a_projection_uses_packed_topk_only_on_one_thread(calls, num_threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     top = best_of(projected, states, [], 3)
@@ -242,8 +246,10 @@ def test_on_several_threads_a_projection_is_torchs(calls, num_threads, monkeypat
 
 @EACH_WAY
 @torch.no_grad()
-def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls, one_thread):
-    """In another type, without a compiler, and before the weights are laid out."""
+def test_a_projection_returns_a_tensor_unless_packed_compiled_and_in_float32(
+    way, calls, one_thread
+):
+    """In another dtype, without a compiler, and before the weights are packed."""
     weights = LONG[way.dtype]
     projected = Projection(6, 40).to(weights)
     states = normal(9, 6, dtype=way.dtype)
@@ -256,7 +262,7 @@ def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls,
 
 
 @pytest.mark.parametrize("how", ["step", "load", "replace"])
-def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, one_thread, how):
+def test_a_projection_uses_its_new_weights_after_they_change(calls, one_thread, how):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     if how == "step":
         projected(states).square().sum().backward()
@@ -273,7 +279,7 @@ def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, o
         assert torch.equal(best_of(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
 
 
-def test_weights_whose_changes_pytorch_does_not_count_are_not_packed(calls, one_thread):
+def test_weights_made_in_inference_mode_are_not_packed(calls, one_thread):
     with torch.inference_mode():
         projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
         projected.weight[3] += 1
@@ -284,7 +290,9 @@ def test_weights_whose_changes_pytorch_does_not_count_are_not_packed(calls, one_
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @torch.no_grad()
-def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_thread, value):
+def test_a_nan_or_inf_state_makes_the_top_log_probabilities_of_its_row_not_finite(
+    calls, one_thread, value
+):
     projected, states = projection(6, 100), normal(9, 6, dtype=torch.float32)
     whole = best_of(projected, states, [0], 4)
     states[3, 2] = value
@@ -296,7 +304,7 @@ def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_threa
 
 
 @torch.no_grad()
-def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monkeypatch):
+def test_a_failed_allocation_in_top_tokens_raises_memory_error(calls, one_thread, monkeypatch):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     library = type("Library", (), {"packed_topk_float": staticmethod(lambda *_: 1)})
     monkeypatch.setattr(native, "compiled", lambda: library)
@@ -304,12 +312,12 @@ def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monk
         best_of(projected, states, [], 3)
 
 
-def test_a_search_never_holds_the_logits_of_all_its_rows(calls):
+def test_the_search_for_top_tokens_never_holds_the_logits_of_all_rows(calls):
     """They would be 320 MB."""
     assert growth(SAY_GROWTH_OF_SEARCH) < 20_000
 
 
-def test_a_projection_has_the_weights_of_a_linear_map_without_a_bias():
+def test_a_projection_has_a_weight_and_no_bias():
     assert set(projection(6, 40).state_dict()) == {"weight"}
 
 
@@ -323,7 +331,7 @@ def rounds(monkeypatch, calls, request) -> list[str]:
 
 
 def likeliest_of(projected: Projection, states_ND: Tensor, never: list[int]) -> Tensor:
-    """The pieces that are found without logits in memory."""
+    """The argmax tokens, found without logits in memory."""
     logits = projected.logits(states_ND)
     assert isinstance(logits, LazyLogits)
     return argmax_tokens(logits, never)
@@ -332,7 +340,7 @@ def likeliest_of(projected: Projection, states_ND: Tensor, never: list[int]) -> 
 def assert_likeliest(
     found_N1: Tensor, projected: Projection, states_ND: Tensor, never: list[int]
 ) -> None:
-    """Hold pieces to the greatest logits in float64, apart from ties of float32."""
+    """Compare tokens with the greatest logits in float64, apart from ties of float32."""
     exact_NV = states_ND.double() @ projected.weight.double().T
     size = float((states_ND.double().abs() @ projected.weight.double().abs().T).max())
     exact_NV[:, never] = -math.inf
@@ -344,7 +352,7 @@ def assert_likeliest(
 @pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 2), (5, 6), (6, 8), (25, 64), (61, 130)])
 @pytest.mark.parametrize("never", [[], [4, 0]])
 @torch.no_grad()
-def test_the_likeliest_piece_of_a_projection_has_its_greatest_logit(
+def test_the_argmax_of_a_projection_has_the_greatest_logit(
     rounds, one_thread, rows, width, num_pieces, never
 ):
     projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
@@ -359,8 +367,8 @@ def test_the_likeliest_piece_of_a_projection_has_its_greatest_logit(
 
 @pytest.mark.parametrize("apart", [2.0**-6, 2.0**-9, 2.0**-12, 2.0**-20])
 @torch.no_grad()
-def test_what_a_scan_cannot_tell_apart_is_told_apart(rounds, one_thread, apart):
-    """However alike the pieces are, and though their order is another when they are rounded."""
+def test_the_argmax_is_exact_where_rounded_logits_have_another_order(rounds, one_thread, apart):
+    """The weights of all tokens are nearly equal, and their order changes when they are rounded."""
     projected, states = projection(64, 200), normal(50, 64, dtype=torch.float32)
     alike = normal(1, 64, seed=3) + apart * normal(200, 64, seed=4)
     projected.weight.copy_(alike)
@@ -373,8 +381,8 @@ def test_what_a_scan_cannot_tell_apart_is_told_apart(rounds, one_thread, apart):
 
 
 @torch.no_grad()
-def test_what_rounding_changes_in_a_state_is_reckoned_with(rounds, one_thread):
-    """Weights are whole numbers, which no copy rounds; states are rounded coarsely."""
+def test_the_argmax_is_exact_where_only_the_states_are_rounded(rounds, one_thread):
+    """Weights are whole numbers, which rounding does not change; states are rounded coarsely."""
     projected, states = projection(64, 200), 5 * normal(50, 64, dtype=torch.float32)
     projected.weight.copy_((40 * normal(200, 64, seed=5)).round().clamp(-127, 127))
     projected.weight[:, 0], states[:, 0] = 127, 1000
@@ -391,7 +399,7 @@ def test_what_rounding_changes_in_a_state_is_reckoned_with(rounds, one_thread):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
 @torch.no_grad()
-def test_a_state_that_is_no_number_has_no_likeliest_piece_and_disturbs_no_other(
+def test_a_nan_inf_or_overflowing_state_has_argmax_minus_one_and_changes_no_other_row(
     rounds, one_thread, value
 ):
     projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
@@ -404,8 +412,10 @@ def test_a_state_that_is_no_number_has_no_likeliest_piece_and_disturbs_no_other(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @torch.no_grad()
-def test_a_weight_that_is_no_number_leaves_no_likeliest_piece(rounds, one_thread, value):
-    """But where it forbids its own piece alone, and infinitely."""
+def test_a_nan_or_inf_weight_gives_argmax_minus_one_unless_its_logit_is_minus_inf(
+    rounds, one_thread, value
+):
+    """A logit of minus infinity forbids only its own token."""
     projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
     expected = likeliest_of(projected, states, [1])
     projected.weight[70, 3] = value
@@ -416,13 +426,13 @@ def test_a_weight_that_is_no_number_leaves_no_likeliest_piece(rounds, one_thread
 
 
 @torch.no_grad()
-def test_where_no_piece_is_allowed_none_is_likeliest(rounds, one_thread):
+def test_the_argmax_of_a_projection_is_minus_one_where_no_token_is_allowed(rounds, one_thread):
     projected, states = projection(6, 3), normal(4, 6, dtype=torch.float32)
     assert likeliest_of(projected, states, [0, 1, 2]).flatten().tolist() == [-1] * 4
 
 
 @torch.no_grad()
-def test_odd_widths_are_scanned_and_other_processors_take_exact_logits(
+def test_odd_widths_are_scanned_and_processors_without_fast_products_use_packed_topk(
     rounds, one_thread, monkeypatch
 ):
     states = normal(9, 7, dtype=torch.float32)
@@ -437,7 +447,7 @@ def test_odd_widths_are_scanned_and_other_processors_take_exact_logits(
 
 
 @torch.no_grad()
-def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_thread):
+def test_rounded_weights_are_not_scanned_after_the_weights_change(rounds, one_thread):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     projected.weight.copy_(projection(6, 40, seed=2).weight)
     logits = projected.logits(states)
@@ -450,7 +460,9 @@ def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_t
 @pytest.mark.parametrize("never", [[0, 40], [2**40]])
 @BOTH_PATHS
 @torch.no_grad()
-def test_a_token_beyond_the_vocabulary_is_an_error(way, calls, rounds, one_thread, never):
+def test_a_forbidden_token_outside_the_vocabulary_raises_an_index_error(
+    way, calls, rounds, one_thread, never
+):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     logits = [states @ projected.weight.T, projected.logits(states)]
     for own in logits if way.is_compiled else logits[:1]:

@@ -1,4 +1,4 @@
-"""What the pictures show is what was computed, and `mtrain plot` draws all that a run holds."""
+"""Plots show the computed values, and `mtrain plot` draws all that a run folder contains."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def names(outcome_lines: list[str]) -> list[str]:
     return [path.stem for path in paths[::2]]
 
 
-def test_the_curves_are_what_was_logged(run: RunDir, pictures: collect.Pictures) -> None:
+def test_the_curves_equal_the_logged_metrics(run: RunDir, pictures: collect.Pictures) -> None:
     curves = pictures.curves
     assert curves is not None
     for curve, key, steps in (
@@ -106,7 +106,7 @@ def test_the_curves_are_what_was_logged(run: RunDir, pictures: collect.Pictures)
         assert curve.values.tolist() == list(logged.values())
 
 
-def test_a_loss_that_was_not_finite_is_a_gap(copied: RunDir) -> None:
+def test_a_non_finite_loss_is_a_gap_in_the_curve(copied: RunDir) -> None:
     line = {"step": 14, "loss": math.inf, "lr": 0.1, "tgt_tokens_per_s": 1.0}
     with copied.metrics_path.open("a") as stream:
         stream.write(json.dumps(line) + "\n")
@@ -115,7 +115,7 @@ def test_a_loss_that_was_not_finite_is_a_gap(copied: RunDir) -> None:
     assert np.isfinite(loss.values[:-1]).all()
 
 
-def test_a_line_of_metrics_that_was_cut_off_is_skipped_and_named(copied: RunDir) -> None:
+def test_a_truncated_line_of_metrics_is_skipped_and_named(copied: RunDir) -> None:
     whole, skipped = collect.read_curves(copied, []), []
     with copied.metrics_path.open("a") as stream:
         stream.write('{"step": 14, "lo')
@@ -125,7 +125,7 @@ def test_a_line_of_metrics_that_was_cut_off_is_skipped_and_named(copied: RunDir)
 
 
 @pytest.mark.parametrize("gain", [-1.0, 1.0])
-def test_the_mark_names_the_checkpoints_that_the_final_weights_are_made_of(
+def test_the_mark_names_the_checkpoints_that_are_averaged_into_the_final_weights(
     monkeypatch: pytest.MonkeyPatch, config_path: Path, tmp_path: Path, gain: float
 ) -> None:
     bleu = iter([50 + gain, 50 + 2 * gain, 50 + 3 * gain, 50 + 4 * gain])
@@ -152,7 +152,7 @@ def test_the_mark_names_the_checkpoints_that_the_final_weights_are_made_of(
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_without_a_record_of_what_was_chosen_the_best_validation_is_marked(
+def test_without_a_record_of_the_chosen_checkpoint_the_best_validation_is_marked(
     copied: RunDir, is_trained: bool
 ) -> None:
     validations = [(4, 7.0), (8, 9.0), (12, 9.0)]
@@ -166,7 +166,7 @@ def test_without_a_record_of_what_was_chosen_the_best_validation_is_marked(
     assert mark == collect.CheckpointMark(8, 8, 9.0, f"best validation, step 8{unsaid}")
 
 
-def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
+def test_the_attention_of_the_first_encoder_layer_equals_the_written_out_formula(
     run: RunDir, attention: collect.AttentionPicture
 ) -> None:
     model, vocabulary = run.config.model, sentencepiece.load(run.tokenizer_dir)
@@ -189,7 +189,7 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
         np.testing.assert_allclose(attention.maps["encoder"][0][head], expected, atol=1e-5)
 
 
-def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
+def test_the_target_of_the_drawn_attention_is_the_translation_by_the_run(
     run: RunDir, attention: collect.AttentionPicture
 ) -> None:
     loaded = translator.load(run, loading=load_model.LoadOptions("cpu"))
@@ -203,7 +203,7 @@ def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
     assert (attention.source, attention.origin) == (SENTENCE, "the given sentence")
 
 
-def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
+def test_each_head_of_each_layer_has_an_attention_map_whose_rows_sum_to_one(
     attention: collect.AttentionPicture,
 ) -> None:
     num_src, num_tgt = len(attention.src), len(attention.tgt_in)
@@ -237,7 +237,7 @@ def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
         assert [drawn[row].argmax() for row in rows] == list(columns)
 
 
-def test_without_a_sentence_one_of_the_validation_set_is_taken_and_named(
+def test_without_a_given_sentence_one_of_the_validation_set_is_drawn_and_named(
     run: RunDir, pictures: collect.Pictures
 ) -> None:
     lines = (run.data_dir / "valid.src").read_text().splitlines()
@@ -249,7 +249,7 @@ def test_without_a_sentence_one_of_the_validation_set_is_taken_and_named(
     assert collect.choose_sentence([" ", "\t", ""], vocabulary) is None
 
 
-def test_products_of_sinusoids_depend_on_the_distance_alone(
+def test_dot_products_of_sinusoidal_positions_depend_on_the_distance_alone(
     run: RunDir, pictures: collect.Pictures
 ) -> None:
     table, width = pictures.positions["sinusoidal"].astype(np.float64), run.config.model.d_model
@@ -260,7 +260,7 @@ def test_products_of_sinusoids_depend_on_the_distance_alone(
             assert value[distance] == pytest.approx(sum(cosines), abs=1e-9)
 
 
-def test_products_by_distance_are_those_of_all_pairs_that_far_apart() -> None:
+def test_products_by_distance_are_mean_min_and_max_over_all_pairs_at_that_distance() -> None:
     values = np.random.default_rng(2).normal(size=(7, 3))
     spreads = collect.products_by_distance(values @ values.T)
     for distance in range(7):
@@ -270,7 +270,9 @@ def test_products_by_distance_are_those_of_all_pairs_that_far_apart() -> None:
         assert spread == pytest.approx([mean, min(products), max(products)])
 
 
-def test_learned_positions_are_those_of_the_model(config_path: Path, tmp_path: Path) -> None:
+def test_drawn_learned_positions_equal_the_tables_of_the_model(
+    config_path: Path, tmp_path: Path
+) -> None:
     learned = ["model.positions=learned", "model.max_positions=32", "training.max_steps=2"]
     run = train(config_path, *learned, run=str(tmp_path / "run"))
     tables = collect.gather(run, None).positions
@@ -288,7 +290,7 @@ def drawn_masks(figure: Figure) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_the_masks_are_those_of_the_batch_place_by_place(window: int | None) -> None:
+def test_the_drawn_masks_equal_the_expected_masks_at_every_position(window: int | None) -> None:
     src, tgt = [[5, 6, 7, 8, 3], [5, 3], [5, 6, 7, 3]], [[5, 6], [5, 6, 7], [5]]
     batch = collate(src, tgt, pad=0, bos=2, eos=3)
     batches = collect.Batches(batch, batch, [collect.batch_size(batch)], True)
@@ -309,7 +311,7 @@ def test_the_masks_are_those_of_the_batch_place_by_place(window: int | None) -> 
         ]
 
 
-def test_the_masks_are_those_of_the_most_padded_batch(pictures: collect.Pictures) -> None:
+def test_the_drawn_masks_are_those_of_the_most_padded_batch(pictures: collect.Pictures) -> None:
     batches = pictures.batches
     assert batches is not None
     figure = draw_module.draw_masks(batches, None)
@@ -326,7 +328,7 @@ def test_the_masks_are_those_of_the_most_padded_batch(pictures: collect.Pictures
     assert tgt_keep.shape[0] == src_keep.shape[0]
 
 
-def test_the_batches_are_the_plan_of_the_first_epoch(
+def test_the_drawn_batches_match_the_plan_of_the_first_epoch(
     run: RunDir, pictures: collect.Pictures
 ) -> None:
     config, vocabulary = run.config, sentencepiece.load(run.tokenizer_dir)
@@ -340,7 +342,7 @@ def test_the_batches_are_the_plan_of_the_first_epoch(
     assert sum(size.num_tgt_tokens for size in batches.sizes) == data.num_tgt_tokens
 
 
-def test_of_a_long_epoch_the_beginning_is_drawn(
+def test_only_the_first_batches_of_a_long_epoch_are_drawn(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, pictures: collect.Pictures
 ) -> None:
     monkeypatch.setattr(collect, "_MAX_BATCHES", 3)
@@ -356,7 +358,7 @@ def test_of_a_long_epoch_the_beginning_is_drawn(
     assert "beginning" in draw_module.draw_batch(batches, 192).get_suptitle()
 
 
-def test_lengths_of_a_part_of_the_training_pairs_are_called_so(
+def test_the_name_of_the_training_lengths_says_if_they_are_of_a_part_of_the_pairs(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = sentencepiece.load(run.tokenizer_dir)
@@ -369,7 +371,7 @@ def test_lengths_of_a_part_of_the_training_pairs_are_called_so(
     assert collect.training_name(data) == "training (beginning)"
 
 
-def test_the_lengths_are_those_of_the_texts_and_their_ends(
+def test_the_drawn_lengths_are_the_token_counts_of_the_texts_with_eos(
     run: RunDir, pictures: collect.Pictures
 ) -> None:
     vocabulary = sentencepiece.load(run.tokenizer_dir)
@@ -403,14 +405,14 @@ def test_the_lengths_are_those_of_the_texts_and_their_ends(
         ("x" * 21, "x" * 19 + "…"),
     ],
 )
-def test_a_label_is_the_piece_as_far_as_it_can_be_seen(
+def test_a_label_is_the_piece_with_undrawable_characters_escaped_and_long_text_cut(
     monkeypatch: pytest.MonkeyPatch, piece: str, shown: str
 ) -> None:
     monkeypatch.setattr(heatmaps, "_OTHER_FONTS", ())
     assert heatmaps.label(piece) == shown
 
 
-def test_another_font_is_asked_where_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallback_font_is_used_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     letter = "\N{MATHEMATICAL SANS-SERIF BOLD CAPITAL ALPHA}"
     monkeypatch.setattr(heatmaps, "_OTHER_FONTS", ("A font that is not installed",))
     assert heatmaps.fonts() == ["DejaVu Sans"]
@@ -420,7 +422,7 @@ def test_another_font_is_asked_where_one_is_installed(monkeypatch: pytest.Monkey
     assert heatmaps.readable(letter) == letter
 
 
-def test_characters_that_no_font_has_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_no_font_has_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heatmaps, "_OTHER_FONTS", ())
     assert heatmaps.missing_fonts("a horse, سلام\u200b") is None
     assert heatmaps.missing_fonts("茶 ชา ชา") == (
@@ -456,7 +458,7 @@ def page(num_maps: int, num_rows: int, num_columns: int) -> Figure:
         (8, 6, 6),
     ],
 )
-def test_nothing_overlaps_and_nothing_is_cut_off_however_many_pieces_there_are(
+def test_heatmaps_have_no_overlapping_or_clipped_text_for_any_number_of_tokens(
     num_maps: int, num_rows: int, num_columns: int
 ) -> None:
     with matplotlib.rc_context({"font.size": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}):
@@ -488,7 +490,7 @@ def drawn_in_style(draw: Callable[[], Figure]) -> Figure:
     return figure
 
 
-def test_nothing_overlaps_and_nothing_is_cut_off_in_the_other_pictures(
+def test_the_other_plots_have_no_overlapping_or_clipped_axes(
     pictures: collect.Pictures,
 ) -> None:
     assert pictures.curves is not None
@@ -542,7 +544,7 @@ def test_plot_draws_every_picture_and_the_same_bytes_each_time(
             assert "<dc:date>" not in path.read_text(encoding="utf-8")
 
 
-def test_of_a_run_that_is_not_trained_yet_the_rest_is_drawn(
+def test_an_untrained_run_gets_only_the_plots_of_its_data(
     cli: Cli, config_path: Path, tmp_path: Path, sketched: None
 ) -> None:
     run = prepared(config_file.load(config_path, run_dir=str(tmp_path / "run")))
@@ -557,7 +559,7 @@ def test_of_a_run_that_is_not_trained_yet_the_rest_is_drawn(
     ]
 
 
-def test_of_a_run_without_its_data_the_model_is_drawn(
+def test_a_run_without_data_gets_only_the_plots_of_its_model(
     cli: Cli, copied: RunDir, sketched: None
 ) -> None:
     shutil.rmtree(copied.data_dir)
@@ -591,13 +593,13 @@ def test_curves_without_validations_or_without_steps_say_what_is_missing(
     assert shown in {text.get_text() for axes in figure.axes for text in axes.texts}
 
 
-def test_metrics_that_hold_nothing_yet_are_named(copied: RunDir) -> None:
+def test_an_empty_metrics_file_is_an_error(copied: RunDir) -> None:
     copied.metrics_path.write_text("")
     with pytest.raises(RunError, match="holds no logged step and no validation yet"):
         collect.read_curves(copied, [])
 
 
-def test_a_run_of_which_nothing_can_be_drawn_is_one_line(cli: Cli, copied: RunDir) -> None:
+def test_a_run_with_nothing_to_draw_gives_a_one_line_error(cli: Cli, copied: RunDir) -> None:
     learned = ["model.positions=learned", "model.max_positions=32"]
     config_file.save(config_file.load(copied.config_path, learned), copied.config_path)
     shutil.rmtree(copied.data_dir)
@@ -617,14 +619,14 @@ def test_a_run_of_which_nothing_can_be_drawn_is_one_line(cli: Cli, copied: RunDi
         ("\udcff", "--sentence must be UTF-8 text, but is not."),
     ],
 )
-def test_a_sentence_that_is_no_text_is_one_line(
+def test_a_blank_or_non_utf8_sentence_gives_a_one_line_error(
     cli: Cli, run: RunDir, sentence: str, said: str
 ) -> None:
     outcome = cli("plot", run.path, "--sentence", sentence)
     assert (outcome.code, outcome.out, outcome.err) == (2, b"", f"mtrain: {said}\n")
 
 
-def test_a_validation_set_without_a_sentence_gives_no_attention(cli: Cli, copied: RunDir) -> None:
+def test_a_blank_validation_set_gives_no_attention_plot(cli: Cli, copied: RunDir) -> None:
     for side in ("src", "tgt"):
         (copied.data_dir / f"valid.{side}").write_text("\n\n")
     pictures = collect.gather(copied, None)
@@ -634,7 +636,7 @@ def test_a_validation_set_without_a_sentence_gives_no_attention(cli: Cli, copied
     ]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(
+def test_an_output_folder_that_cannot_be_written_is_an_error(
     cli: Cli, run: RunDir, tmp_path: Path, sketched: None
 ) -> None:
     (tmp_path / "file").write_text("x")
@@ -643,7 +645,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert outcome.err.startswith(f"mtrain: {tmp_path / 'file' / 'curves.png'}: cannot be written")
 
 
-def test_without_matplotlib_one_line_says_how_to_install_it(
+def test_without_matplotlib_a_one_line_error_says_how_to_install_it(
     cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

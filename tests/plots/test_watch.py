@@ -1,4 +1,4 @@
-"""Pictures of a run that is being trained: drawn again as it grows, until it ends."""
+"""`mtrain plot --watch`: the plots of a run are redrawn while it trains, until it ends."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ CURVES = ["curves.png", "curves.svg"]
 
 @pytest.fixture(autouse=True)
 def only_the_curves_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other pictures show is tested elsewhere."""
+    """Replace the other plots by placeholders; their content is tested elsewhere."""
     encode = draw.encode
 
     def encode_curves(draw_figure: partial[Figure]) -> dict[str, bytes]:
@@ -35,7 +35,7 @@ def only_the_curves_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(noisy: RunDir, tmp_path: Path) -> RunDir:
-    """A run of which there is little to draw."""
+    """A run without data and final weights, so that few plots can be drawn."""
     run = RunDir(shutil.copytree(noisy.path, tmp_path / "run"))
     shutil.rmtree(run.data_dir)
     run.model_path.unlink()
@@ -45,7 +45,7 @@ def run(noisy: RunDir, tmp_path: Path) -> RunDir:
 def watched(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, events: list[Callable[[], object]]
 ) -> list[str]:
-    """Watch a run that is trained until the last event; return the names of what was drawn."""
+    """Watch a run that trains until the last event; return the names of the files drawn."""
     with ExitStack() as training:
         training.enter_context(run.locked())
         coming = iter([*events, training.close])
@@ -60,7 +60,7 @@ def log(run: RunDir, step: int) -> None:
         file.write(json.dumps(line | {"step": step}) + "\n")
 
 
-def test_the_curves_are_drawn_when_more_was_logged_and_all_when_the_training_ends(
+def test_curves_are_redrawn_after_a_new_log_line_and_all_plots_when_the_training_ends(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = watched(run, monkeypatch, [lambda: None, lambda: log(run, 9), lambda: None])
@@ -69,7 +69,7 @@ def test_the_curves_are_drawn_when_more_was_logged_and_all_when_the_training_end
     assert names == [*once, *CURVES, *once]
 
 
-def test_a_training_that_has_logged_nothing_yet_is_waited_for(
+def test_watching_waits_for_the_first_log_line_of_a_training(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run.metrics_path.read_bytes()
@@ -85,14 +85,14 @@ def test_a_training_that_has_logged_nothing_yet_is_waited_for(
     assert names[:2] == CURVES
 
 
-def test_where_nobody_trains_it_is_drawn_once(cli: Cli, run: RunDir) -> None:
+def test_a_run_that_is_not_training_is_drawn_once(cli: Cli, run: RunDir) -> None:
     outcome = cli("plot", run.path, "--watch", "--out", run.path / "out")
     assert outcome.code == 0
     assert outcome.err.startswith(f"mtrain: nobody is training in {run.path}; it is drawn once.\n")
     assert len(outcome.lines) == len(set(outcome.lines)) >= 4
 
 
-def test_a_training_that_begins_while_it_is_drawn_is_watched(
+def test_a_training_that_begins_after_the_warning_that_none_runs_is_watched(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as training:
@@ -108,13 +108,13 @@ def test_a_training_that_begins_while_it_is_drawn_is_watched(
     assert len(names) > 4
 
 
-def test_how_often_stands_for_nothing_without_watching(cli: Cli, run: RunDir) -> None:
+def test_the_option_every_without_watch_is_refused(cli: Cli, run: RunDir) -> None:
     outcome = cli("plot", run.path, "--every", "3")
     said = "mtrain: `--every` needs `--watch`.\n"
     assert (outcome.code, outcome.err) == (2, said)
 
 
-def test_watching_ends_with_a_training_that_really_runs(tmp_path: Path) -> None:
+def test_watching_a_real_training_ends_when_the_training_ends(tmp_path: Path) -> None:
     path = write_task(tmp_path)
     endless = ["--set", "training.max_steps=null", "--set", "training.max_minutes=9"]
     endless += ["--set", "training.log_every=1", "--set", "training.patience=99999"]

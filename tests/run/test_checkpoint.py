@@ -1,4 +1,4 @@
-"""Hold checkpoints to their promise: whole or absent, and the same bits when they come back."""
+"""Checkpoints are saved whole or not at all, and are loaded bit for bit."""
 
 import errno
 import json
@@ -74,17 +74,17 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
 
 
-# There and back
+# Save and load
 
 
-def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
+def test_a_checkpoint_is_loaded_bit_for_bit(tmp_path):
     loaded = checkpoint.load(save(tmp_path), OURS)
     assert_same_bits(loaded.weights, weights())
     assert_same_bits(loaded.optimizer, optimizer())
     assert loaded.progress == progress()
 
 
-def test_weights_come_back_bit_for_bit(tmp_path):
+def test_weights_are_loaded_bit_for_bit(tmp_path):
     path = tmp_path / "deep" / "model.safetensors"
     checkpoint.save_model(path, weights(), OURS)
     assert_same_bits(checkpoint.load_model(path, OURS), weights())
@@ -92,7 +92,7 @@ def test_weights_come_back_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("tie", ["all", "decoder", "none"])
-def test_a_model_with_tied_weights_comes_back(tie, tmp_path):
+def test_weights_of_models_with_and_without_tied_embeddings_are_loaded_bit_for_bit(tie, tmp_path):
     model = transformer(model_config(tie_embeddings=tie))
     named = {name: weight.detach() for name, weight in model.named_parameters()}
     checkpoint.save_model(tmp_path / "model.safetensors", named, OURS)
@@ -118,19 +118,19 @@ def test_a_checkpoint_is_named_after_its_step_and_found_by_it(tmp_path):
     assert all(checkpoint.load(path, OURS).progress.step == step for step, path in found.items())
 
 
-def test_a_folder_without_checkpoints_has_none(tmp_path):
+def test_a_folder_without_checkpoints_gives_no_steps(tmp_path):
     assert checkpoint.steps(tmp_path) == {}
     assert checkpoint.steps(tmp_path / "absent") == {}
 
 
-def test_what_is_not_a_checkpoint_is_not_counted_as_one(tmp_path):
+def test_files_and_temporary_folders_are_not_counted_as_checkpoints(tmp_path):
     save(tmp_path, 3)
     (tmp_path / ".step-00000004.0a1b2c3d.tmp").mkdir()  # what a killed save leaves
     (tmp_path / "step-00000005").write_text("a file", encoding="utf-8")
     assert list(checkpoint.steps(tmp_path)) == [3]
 
 
-def test_a_folder_that_a_user_named_is_neither_counted_nor_pruned(tmp_path):
+def test_a_folder_named_by_a_user_is_neither_counted_nor_pruned(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4)
     (tmp_path / "step-00000003-good").mkdir()
@@ -164,7 +164,7 @@ def assert_run_error(path: Path, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.99])
-def test_a_file_that_ends_early_is_an_error_with_its_name(share, tmp_path):
+def test_a_truncated_weights_file_is_an_error_that_names_it(share, tmp_path):
     path = some_model(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
@@ -172,7 +172,7 @@ def test_a_file_that_ends_early_is_an_error_with_its_name(share, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"not tensors at all", b"PK\x03\x04" + bytes(200)])
-def test_a_foreign_file_is_an_error_with_its_name(content, tmp_path):
+def test_a_weights_file_that_is_not_safetensors_is_an_error_that_names_it(content, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     assert_run_error(path, "must be a whole safetensors file")
@@ -185,7 +185,7 @@ def test_safetensors_of_another_program_are_an_error(metadata, tmp_path):
     assert_run_error(path, "must be weights in mtrain's format")
 
 
-def test_a_missing_file_is_an_error_that_names_the_remedy(tmp_path):
+def test_a_missing_weights_file_is_an_error_that_says_how_to_make_it(tmp_path):
     assert_run_error(tmp_path / "model.safetensors", "is missing; `mtrain train CONFIG` makes it")
 
 
@@ -211,14 +211,14 @@ def test_a_checkpoint_with_a_broken_part_is_an_error_that_names_the_part(part, d
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "{}x", '{"step": 7, "wings": 2}', '{"step": 7'])
-def test_a_progress_that_is_not_one_is_an_error(content, tmp_path):
+def test_an_invalid_progress_json_is_an_error(content, tmp_path):
     path = save(tmp_path)
     (path / "progress.json").write_text(content, encoding="utf-8")
     with pytest.raises(RunError, match=r"progress\.json"):
         checkpoint.load(path, OURS)
 
 
-def test_a_progress_whose_values_are_of_another_type_is_an_error(tmp_path):
+def test_a_progress_json_with_values_of_the_wrong_type_is_an_error(tmp_path):
     path = save(tmp_path)
     (path / "progress.json").write_text('{"step": "seven"}', encoding="utf-8")
     with pytest.raises(RunError, match=r"progress\.json"):
@@ -235,7 +235,7 @@ def test_a_checkpoint_of_another_tokenizer_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_weights_may_be_read_by_whoever_may_read_other_new_files(tmp_path, umask):
+def test_saved_files_get_the_permissions_of_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         path = save(tmp_path)
@@ -248,11 +248,11 @@ def test_weights_may_be_read_by_whoever_may_read_other_new_files(tmp_path, umask
 
 
 class Interrupted(Exception):
-    """What the tests throw in the middle of a save."""
+    """Raised by the tests in the middle of a save."""
 
 
 def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the given write begin, and end it half way."""
+    """Interrupt the given write halfway."""
     calls = []
 
     def write_half(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
@@ -294,7 +294,7 @@ def test_an_interrupted_save_of_weights_leaves_the_older_file_whole(tmp_path, mo
     assert_same_bits(checkpoint.load_model(path, OURS), weights(0))
 
 
-def test_a_save_that_is_cancelled_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_keyboard_interrupt_during_a_save_leaves_nothing_behind(tmp_path, monkeypatch):
     def cancel(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -304,7 +304,7 @@ def test_a_save_that_is_cancelled_leaves_nothing_behind(tmp_path, monkeypatch):
     assert names_in(tmp_path) == []
 
 
-# Which are kept
+# Pruning
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,9 @@ def test_a_save_that_is_cancelled_leaves_nothing_behind(tmp_path, monkeypatch):
         (range(99), [10, 20, 30, 40, 50]),
     ],
 )
-def test_pruning_keeps_what_is_wanted_and_nothing_else(wanted, kept, tmp_path):
+def test_pruning_keeps_only_the_wanted_steps_and_the_optimizer_of_the_newest_two(
+    wanted, kept, tmp_path
+):
     for step in range(10, 60, 10):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, wanted, raised)
@@ -335,7 +337,9 @@ def test_pruning_keeps_what_is_wanted_and_nothing_else(wanted, kept, tmp_path):
         assert checkpoint.load_environment(path) is not None
 
 
-def test_what_cannot_be_deleted_stays_whole_and_the_others_are_deleted(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_deleted_stays_whole_and_others_are_deleted(
+    tmp_path, monkeypatch
+):
     def refuse(path: Path, target: Path) -> Path:
         if path.name == "step-00000010" or target.name == "checkpoint.json":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -354,7 +358,7 @@ def test_what_cannot_be_deleted_stays_whole_and_the_others_are_deleted(tmp_path,
         assert checkpoint.is_resumable(path)
 
 
-def test_a_training_goes_on_from_no_checkpoint_that_holds_weights_alone(tmp_path):
+def test_training_does_not_resume_from_a_checkpoint_without_optimizer_state(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, [10, 20, 30], raised)
@@ -388,7 +392,7 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
         assert torch.equal(mean[name], stacked.double().mean(0).float())
 
 
-def test_an_average_does_not_lose_what_is_small_beside_what_is_large(tmp_path):
+def test_averaging_does_not_lose_a_small_weight_between_large_ones(tmp_path):
     paths = [
         checkpoint.save(
             tmp_path, {"w": torch.tensor([value])}, {}, progress(step), OURS, ENVIRONMENT
@@ -399,13 +403,13 @@ def test_an_average_does_not_lose_what_is_small_beside_what_is_large(tmp_path):
     assert mean["w"].item() == pytest.approx(1 / 3, rel=1e-6)
 
 
-def test_an_average_of_one_is_itself(tmp_path):
+def test_the_average_of_one_checkpoint_equals_it(tmp_path):
     tensors = {"w": torch.randn(7, generator=torch.Generator().manual_seed(1))}
     path = checkpoint.save(tmp_path, tensors, {}, progress(), OURS, ENVIRONMENT)
     assert_same_bits(checkpoint.AveragedWeights([path], OURS), tensors)
 
 
-def test_an_average_over_another_tokenizer_is_an_error(tmp_path):
+def test_averaging_checkpoints_of_different_tokenizers_is_an_error(tmp_path):
     tensors = {"w": torch.zeros(2)}
     ours = checkpoint.save(tmp_path, tensors, {}, progress(1), OURS, ENVIRONMENT)
     others = checkpoint.save(tmp_path, tensors, {}, progress(2), OTHER, ENVIRONMENT)
@@ -416,7 +420,7 @@ def test_an_average_over_another_tokenizer_is_an_error(tmp_path):
 # Progress
 
 
-def test_the_best_steps_come_first_and_of_equals_the_earlier():
+def test_best_steps_are_sorted_by_bleu_and_then_by_the_earlier_step():
     done = Progress()
     for step, bleu in [(10, 3.0), (20, 7.0), (100, 7.0), (30, 5.0)]:
         done.step = step
@@ -424,7 +428,7 @@ def test_the_best_steps_come_first_and_of_equals_the_earlier():
     assert done.best_steps() == [20, 100, 30, 10]
 
 
-def test_the_loss_decides_until_the_bleu_is_more_than_noise():
+def test_steps_are_ranked_by_loss_until_bleu_reaches_min_bleu():
     done, best = Progress(min_bleu=3.0), []
     validations = [(9.0, 0.5), (8.0, 2.9), (7.0, 0.1), (7.5, 2.9), (7.8, 3.0), (6.0, 2.9), (8, 3.1)]
     for step, (loss, bleu) in enumerate(validations, start=1):
@@ -435,7 +439,7 @@ def test_the_loss_decides_until_the_bleu_is_more_than_noise():
     assert done.best_steps() == [7, 5, 6, 3, 4, 2, 1]
 
 
-def test_validations_are_bad_until_one_is_better_than_all_before():
+def test_validations_count_as_bad_until_one_is_better_than_all_before():
     done, bad = Progress(), []
     for step, bleu in enumerate([3.0, 4.0, 4.0, 3.5, 5.0, 4.9]):
         done.step = step

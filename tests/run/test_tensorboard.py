@@ -1,4 +1,4 @@
-"""What TensorBoard shows is what `metrics.jsonl` holds, once for each step, resumed or not."""
+"""TensorBoard shows the numbers of `metrics.jsonl`, once for each step, also after a resume."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def installed() -> None:
 
 
 def shown(run: RunDir) -> Shown:
-    """Read the event files as TensorBoard does; no number may stand there twice."""
+    """Read the event files as TensorBoard does; assert that no number is there twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(run.board_dir), size_guidance={"scalars": 0})
@@ -48,7 +48,9 @@ def logged(run: RunDir) -> Shown:
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_shows_every_number_of_every_step_and_validation(cli: Cli, tmp_path: Path) -> None:
+def test_tensorboard_shows_every_number_of_every_step_and_validation(
+    cli: Cli, tmp_path: Path
+) -> None:
     outcome = cli("train", write_task(tmp_path), "--log", "tensorboard")
     assert outcome.code == 0, outcome.err
     run = RunDir(tmp_path / "run")
@@ -58,10 +60,10 @@ def test_it_shows_every_number_of_every_step_and_validation(cli: Cli, tmp_path: 
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_training_that_goes_on_shows_no_step_twice(
+def test_a_resumed_training_shows_no_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps after the newest checkpoint are made again, and replace those that were shown."""
+    """Steps after the newest checkpoint are repeated, and replace those already shown."""
     config, run = mtrain.load_config(write_task(tmp_path)), RunDir(tmp_path / "run")
     prepared(config)
     stop_at(monkeypatch, 9)
@@ -69,14 +71,16 @@ def test_a_training_that_goes_on_shows_no_step_twice(
         mtrain.train(config, tensorboard=True)
     assert max(step for _, step in shown(run)) == 8
     newest = run.checkpoints_dir / "step-00000009"
-    (newest / "progress.json").write_text("damaged")  # so that it goes on from step 8
+    (newest / "progress.json").write_text("damaged")  # so that it resumes from step 8
     mtrain.train(config, tensorboard=True)
     assert shown(run) == pytest.approx(logged(run), rel=1e-6)
     assert len(list(run.board_dir.iterdir())) == 2
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_board_that_cannot_be_written_ends_no_training(cli: Cli, tmp_path: Path) -> None:
+def test_a_tensorboard_folder_that_cannot_be_written_does_not_end_the_training(
+    cli: Cli, tmp_path: Path
+) -> None:
     path = write_task(tmp_path)
     assert cli("tokenize", path).code == 0
     (tmp_path / "run" / "tensorboard").write_text("a file")
@@ -87,7 +91,7 @@ def test_a_board_that_cannot_be_written_ends_no_training(cli: Cli, tmp_path: Pat
     assert len(logged(RunDir(tmp_path / "run"))) > 20
 
 
-def test_without_the_package_one_line_says_how_to_get_it_before_anything_is_done(
+def test_a_missing_tensorboard_package_is_a_one_line_error_and_creates_no_run_folder(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
@@ -100,7 +104,7 @@ def test_without_the_package_one_line_says_how_to_get_it_before_anything_is_done
     assert not (tmp_path / "run").exists()
 
 
-def test_a_training_without_the_option_needs_no_package(
+def test_training_without_log_tensorboard_does_not_need_the_package(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)

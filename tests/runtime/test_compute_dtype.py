@@ -1,4 +1,4 @@
-"""The type of states and products."""
+"""The dtype of hidden states and matrix products."""
 
 from types import SimpleNamespace
 
@@ -15,13 +15,13 @@ def not_cached(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_named_precision_decides_the_type_of_states_and_products(kind):
+def test_an_explicit_precision_determines_the_compute_dtype(kind):
     assert compute_dtype("bfloat16", torch.device(kind)) is torch.bfloat16
     assert compute_dtype("float32", torch.device(kind)) is torch.float32
 
 
 @pytest.mark.parametrize(("major", "expected"), [(7, torch.float32), (9, torch.bfloat16)])
-def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, monkeypatch):
+def test_auto_precision_is_bfloat16_only_on_gpus_with_native_support(major, expected, monkeypatch):
     """PyTorch lets an older GPU emulate it, which is slow."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -33,13 +33,13 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, m
 @pytest.mark.parametrize(
     ("features", "expected"),
     [
-        ("", torch.float32),  # a processor of which nothing is known
+        ("", torch.float32),  # a processor with unknown features
         ("fpu avx2 avx512f", torch.float32),
         ("fpu avx2 avx512f avx512_bf16", torch.bfloat16),
         ("fpu amx_tile", torch.bfloat16),
     ],
 )
-def test_automatic_precision_is_bfloat16_where_the_processor_has_it(
+def test_auto_precision_is_bfloat16_only_on_cpus_with_native_support(
     features, expected, monkeypatch
 ):
     text = f"processor\t: 0\nmodel name\t: A\nflags\t\t: {features}\nbugs\t\t: avx512_bf16\n"
@@ -49,13 +49,13 @@ def test_automatic_precision_is_bfloat16_where_the_processor_has_it(
 
 
 @pytest.mark.parametrize("key", ["flags\t\t", "Features\t"])
-def test_the_features_are_those_of_the_first_processor(key, monkeypatch):
+def test_processor_features_are_those_of_the_first_processor_in_cpuinfo(key, monkeypatch):
     text = f"{key}: fp bf16\n\n{key}: fp\n"
     monkeypatch.setattr(device.Path, "read_text", lambda *_, **__: text)
     assert device.processor_features() == {"fp", "bf16"}
 
 
-def test_a_system_without_cpuinfo_names_no_features(monkeypatch):
+def test_a_system_without_cpuinfo_has_no_processor_features(monkeypatch):
     def missing(*_, **__):
         raise FileNotFoundError
 

@@ -1,4 +1,4 @@
-"""The process group of torchrun, as it joins and leaves."""
+"""Join and close the process group of torchrun."""
 
 import sys
 from pathlib import Path
@@ -32,8 +32,8 @@ def join_and_close() -> None:
 
 @needs_fork_server
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_a_group_that_is_closed_has_no_threads_left(ranks: Ranks) -> None:
-    # one that waits for the GIL while Python ends aborts the process
+def test_closing_a_process_group_ends_its_threads(ranks: Ranks) -> None:
+    # a thread that waits for the GIL while Python exits aborts the process
     ended = ranks(2, join_and_close)
     assert ended.codes == [0, 0], ended.err
     for line in ended.out:

@@ -1,4 +1,4 @@
-"""Garbage collection changes in a process of mtrain's own, and in no other."""
+"""Garbage collection settings change only in a process of mtrain's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ print(gc.get_threshold() != before, gc.get_freeze_count() > 0)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_garbage_collection_changes_only_in_an_own_process(is_own: bool) -> None:
+def test_garbage_collection_settings_change_only_in_a_process_of_mtrains_own(is_own: bool) -> None:
     program = [sys.executable, "-c", PROGRAM.format(is_own=is_own)]
     output = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     assert output.split() == [str(is_own), str(is_own)]
@@ -37,7 +37,7 @@ for count in (450_000, 100_000):
 """
 
 
-def test_garbage_is_not_collected_while_pytorch_is_imported_nor_at_the_end() -> None:
+def test_garbage_collection_starts_after_500000_objects_and_objects_are_frozen_at_exit() -> None:
     program = [sys.executable, "-c", STARTING]
     output = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     assert output.split() == ["500000", "True", "20000", "False", "True"]

@@ -8,7 +8,7 @@ from mtrain.runtime.signals import Signals
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_of_signals_that_may_be_repeated_the_first_one_is_received(first: signal.Signals) -> None:
+def test_with_may_repeat_the_first_of_several_signals_is_recorded(first: signal.Signals) -> None:
     with Signals(may_repeat=True) as signals:
         assert signals.received == 0
         for number in (first, signal.SIGINT, signal.SIGTERM):

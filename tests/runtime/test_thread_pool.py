@@ -1,4 +1,4 @@
-"""Threads that share work return what one would, in order, and let errors out."""
+"""A thread pool returns the results in order, as one thread would, and propagates errors."""
 
 import threading
 import traceback
@@ -15,7 +15,7 @@ PATIENCE_S = 60
 
 @pytest.fixture
 def num_threads() -> Iterator[None]:
-    """Let PyTorch have three threads, wherever the test runs."""
+    """Set PyTorch to three threads on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -40,7 +40,7 @@ def test_there_are_as_many_workers_as_pytorch_has_threads(workers: ThreadPool) -
     assert sorted(found) == [0, 1, 2], "three were there at one time"
 
 
-def test_results_come_in_the_order_of_the_tasks_whichever_is_done_first(
+def test_results_are_in_the_order_of_the_tasks_even_if_a_later_task_ends_first(
     workers: ThreadPool,
 ) -> None:
     second_is_done = threading.Event()
@@ -54,21 +54,23 @@ def test_results_come_in_the_order_of_the_tasks_whichever_is_done_first(
     assert workers.map(square, range(10)) == [task * task for task in range(10)]
 
 
-def test_each_thread_computes_on_one_core_and_afterwards_all_is_as_before(
+def test_each_worker_uses_one_torch_thread_and_the_caller_keeps_its_thread_count(
     workers: ThreadPool,
 ) -> None:
     assert workers.map(lambda _: torch.get_num_threads(), range(6)) == [1] * 6
     assert torch.get_num_threads() == 3
 
 
-def test_a_single_task_has_all_cores_and_the_callers_thread(workers: ThreadPool) -> None:
+def test_a_single_task_runs_in_the_callers_thread_with_all_torch_threads(
+    workers: ThreadPool,
+) -> None:
     here = threading.get_ident()
     assert workers.map(lambda _: (torch.get_num_threads(), threading.get_ident()), [0]) == [
         (3, here)
     ]
 
 
-def test_with_one_thread_all_is_done_by_the_caller(
+def test_with_one_torch_thread_all_tasks_run_in_the_callers_thread(
     num_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -78,7 +80,7 @@ def test_with_one_thread_all_is_done_by_the_caller(
     workers.close()
 
 
-def test_no_task_has_no_result(workers: ThreadPool) -> None:
+def test_an_empty_list_of_tasks_gives_an_empty_list_of_results(workers: ThreadPool) -> None:
     assert workers.map(lambda task: task, []) == []
     assert torch.get_num_threads() == 3
 
@@ -89,7 +91,9 @@ def fail_at_two(task: int) -> int:
     return task
 
 
-def test_an_error_comes_out_with_the_place_where_it_happened(workers: ThreadPool) -> None:
+def test_an_error_is_propagated_with_its_traceback_and_the_workers_continue(
+    workers: ThreadPool,
+) -> None:
     with pytest.raises(ZeroDivisionError, match="this task has gone wrong") as error:
         workers.map(fail_at_two, range(4))
     frames = traceback.extract_tb(error.value.__traceback__)
@@ -98,7 +102,7 @@ def test_an_error_comes_out_with_the_place_where_it_happened(workers: ThreadPool
     assert workers.map(fail_at_two, [5, 6, 7]) == [5, 6, 7], "the workers are still there"
 
 
-def test_each_thread_differentiates_on_its_own(workers: ThreadPool) -> None:
+def test_tasks_compute_gradients_independently_of_each_other(workers: ThreadPool) -> None:
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
 
     def gradient(power: int) -> Tensor:
@@ -109,7 +113,7 @@ def test_each_thread_differentiates_on_its_own(workers: ThreadPool) -> None:
     assert weight.grad is None
 
 
-def test_closed_workers_leave_no_thread(num_threads: None) -> None:
+def test_closing_the_pool_ends_its_threads(num_threads: None) -> None:
     before = names()
     workers = ThreadPool()
     workers.map(lambda task: task, range(3))

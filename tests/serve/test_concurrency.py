@@ -1,4 +1,4 @@
-"""Many clients at once, clients that go away, and more clients than there is room for."""
+"""Concurrent clients, clients that disconnect, and more requests than `max_requests`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_LINES = 1000 if "MTRAIN_FUZZ" in os.environ else 250
 NUM_CLIENTS = 64
 
 
-def test_each_of_many_clients_has_the_translation_that_it_has_alone(
+def test_many_concurrent_clients_get_the_translations_of_lines_translated_alone(
     client: Client, pair_models: list[mtrain.Model]
 ) -> None:
     rng = random.Random(5)
@@ -39,7 +39,7 @@ def test_each_of_many_clients_has_the_translation_that_it_has_alone(
 
 
 class Blocking:
-    """Holds up translations until `may_end`, or until their client has gone."""
+    """Blocks each translation until `may_end` is set or its client disconnects."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ def open_request(client: Client) -> socket.socket:
     return opened
 
 
-def test_a_client_that_goes_away_ends_its_translation(
+def test_a_client_disconnect_cancels_its_translation(
     pair_models: list[mtrain.Model], blocking: Blocking
 ) -> None:
     with running(pair_models, ServerSettings(port=0, max_requests=1)) as client:
@@ -87,7 +87,7 @@ def test_a_client_that_goes_away_ends_its_translation(
         assert client.post("/translate", BODY).tree == {"translatedText": BODY["q"]}
 
 
-def test_a_client_beyond_the_limit_is_answered_at_once(
+def test_a_request_above_max_requests_gets_503_while_the_first_still_runs(
     pair_models: list[mtrain.Model], blocking: Blocking
 ) -> None:
     settings = ServerSettings(port=0, max_requests=1)
@@ -103,7 +103,7 @@ def test_a_client_beyond_the_limit_is_answered_at_once(
         assert first.recv(100).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-def test_a_translation_that_takes_too_long_is_given_up(pair_models: list[mtrain.Model]) -> None:
+def test_a_translation_that_exceeds_the_timeout_gets_503(pair_models: list[mtrain.Model]) -> None:
     with running(pair_models, ServerSettings(port=0, timeout_s=0.0)) as client:
         answer = client.post("/translate", BODY)
     assert answer.status == 503
@@ -112,7 +112,7 @@ def test_a_translation_that_takes_too_long_is_given_up(pair_models: list[mtrain.
     assert answer.headers["retry-after"] == "1"
 
 
-def test_an_error_of_ours_is_told_without_its_cause(
+def test_an_internal_error_gets_500_without_its_cause_and_is_logged(
     pair_models: list[mtrain.Model],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""The systemd unit and the container file: what they start is a command that there is."""
+"""The systemd unit and the container file start a command that exists."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def parsed(words: list[str]) -> dict[str, object]:
     return group.commands[verb].make_context(verb, arguments).params  # type: ignore[attr-defined]
 
 
-def test_the_unit_starts_a_command_that_there_is() -> None:
+def test_the_systemd_unit_starts_an_existing_command_on_localhost() -> None:
     (command,) = re.findall("^ExecStart=(.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
     params = parsed(shlex.split(command))
     assert params["host"] == params["trust_proxy"] == "127.0.0.1"
 
 
-def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
+def test_systemd_analyze_reports_no_fault_in_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     program = tmp_path / "mtrain"
@@ -45,7 +45,7 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     assert [line for line in result.stderr.splitlines() if "mtrain" in line] == []
 
 
-def test_the_container_starts_a_command_that_there_is() -> None:
+def test_the_container_starts_an_existing_command_on_its_exposed_port() -> None:
     (entry,) = re.findall("^ENTRYPOINT (.*)$", CONTAINER, re.MULTILINE)
     params = parsed([*json.loads(entry), "/runs/en-de"])
     assert params["host"] == "0.0.0.0"

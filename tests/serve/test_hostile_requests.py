@@ -1,4 +1,4 @@
-"""Whatever a client sends: an answer of one JSON object or a closed connection, never a crash."""
+"""Hostile requests get one JSON object or a closed connection, and never crash the server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def hold_to_an_answer(client: Client, answer: Any) -> None:
     ),
     st.sampled_from(["/translate", "/detect"]),
 )
-def test_any_fields_are_answered(client: Client, fields: dict[str, Any], path: str) -> None:
+def test_arbitrary_field_values_get_200_or_a_client_error(
+    client: Client, fields: dict[str, Any], path: str
+) -> None:
     tried["requests of any fields"] += 1
     hold_to_an_answer(client, client.post(path, fields))
 
@@ -74,7 +76,7 @@ def test_any_fields_are_answered(client: Client, fields: dict[str, Any], path: s
     st.integers(0, 2),
     st.booleans(),
 )
-def test_any_text_is_translated_or_refused(
+def test_arbitrary_text_gets_200_or_a_client_error(
     client: Client, q: str, source: str, target: str, format_: str, alternatives: int, details: bool
 ) -> None:
     tried["texts"] += 1
@@ -101,7 +103,7 @@ def test_any_text_is_translated_or_refused(
 @example("POST", "translate", b"--x", "multipart/form-data")
 @example("GET", "../../etc/passwd", b"", JSON)
 @example("GET", "page.css/..%2f..%2fapp.py", b"", JSON)
-def test_any_request_is_answered(
+def test_arbitrary_methods_paths_and_bodies_are_answered(
     client: Client, method: str, path: str, body: bytes, media_type: str
 ) -> None:
     tried["requests of any path and body"] += 1
@@ -111,7 +113,7 @@ def test_any_request_is_answered(
 
 
 def exchange(client: Client, sent: bytes, *, closes: bool = True) -> bytes:
-    """Send bytes; return what comes back until the server closes, or has answered once."""
+    """Send bytes; return what is received until the server closes the connection."""
     with socket.create_connection((client.host, client.port), timeout=60) as opened:
         opened.sendall(sent)
         if closes:
@@ -129,7 +131,7 @@ def exchange(client: Client, sent: bytes, *, closes: bool = True) -> bytes:
 @given(
     st.binary(max_size=200) | st.sampled_from([b"GET ", b"\r\n\r\n", b"A" * 70_000]), st.booleans()
 )
-def test_bytes_that_are_no_request_end_their_connection_alone(
+def test_malformed_bytes_end_only_their_own_connection(
     client: Client, sent: bytes, is_after_a_head: bool
 ) -> None:
     tried["connections with any bytes"] += 1
@@ -143,7 +145,7 @@ def test_bytes_that_are_no_request_end_their_connection_alone(
     assert client.get("/health").status == 200
 
 
-def test_a_body_that_is_too_large_is_not_read(client: Client) -> None:
+def test_a_body_that_is_too_large_gets_413_and_a_closed_connection(client: Client) -> None:
     head = b"POST /translate HTTP/1.1\r\nHost: x\r\n"
     for rest in (
         b"Content-Length: 999999999999\r\n\r\n",
@@ -171,13 +173,15 @@ def test_a_body_that_is_too_large_is_not_read(client: Client) -> None:
     ],
     ids=["value", "headers", "url", "trailers", "chunk-extension"],
 )
-def test_more_head_than_the_limit_ends_the_connection(client: Client, sent: bytes) -> None:
+def test_oversized_headers_urls_and_chunk_metadata_end_the_connection(
+    client: Client, sent: bytes
+) -> None:
     received = exchange(client, sent, closes=False)
     assert received == b"" or received.startswith(b"HTTP/1.1 400 ")
     assert client.get("/health").status == 200
 
 
-def test_a_body_in_chunks_of_a_byte_is_read(client: Client) -> None:
+def test_a_chunked_body_with_one_byte_chunks_is_read(client: Client) -> None:
     body = json.dumps(GOOD | {"q": "ba ce " * 300}).encode()
     head = b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
     head += b"Connection: close\r\nContent-Type: application/json\r\n\r\n"
@@ -185,7 +189,7 @@ def test_a_body_in_chunks_of_a_byte_is_read(client: Client) -> None:
     assert exchange(client, head + chunks, closes=False).startswith(b"HTTP/1.1 200 ")
 
 
-def test_requests_in_one_packet_are_answered_in_order(client: Client) -> None:
+def test_pipelined_requests_are_answered_in_order(client: Client) -> None:
     first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     last = b"GET /languages HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     received = exchange(client, first * 50 + last, closes=False)
@@ -193,7 +197,7 @@ def test_requests_in_one_packet_are_answered_in_order(client: Client) -> None:
     assert received.endswith(client.get("/languages").body)
 
 
-def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(client: Client) -> None:
+def test_a_request_to_upgrade_to_http2_is_answered(client: Client) -> None:
     body = json.dumps(GOOD).encode()
     head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
@@ -207,12 +211,12 @@ def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(client
             received += part
 
 
-def test_a_request_for_a_tunnel_is_refused(client: Client) -> None:
+def test_a_connect_request_is_refused_with_400(client: Client) -> None:
     received = exchange(client, b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n")
     assert received.startswith(b"HTTP/1.1 400 ")
 
 
-def test_slow_senders_are_sent_away(
+def test_slow_senders_are_timed_out(
     pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(middleware, "_BODY_TIMEOUT_S", 0.1)
@@ -230,14 +234,14 @@ def test_slow_senders_are_sent_away(
         assert client.post("/translate", GOOD).status == 200
 
 
-def test_what_a_client_is_told_of_a_value_is_short(client: Client) -> None:
+def test_error_messages_shorten_long_values(client: Client) -> None:
     answer = client.post("/translate", GOOD | {"target": "z" * 5000})
     assert answer.tree == {"error": f"{'z' * 40}... is not supported"}
     answer = client.post("/translate", GOOD | {"format": {"a": ["b"] * 5000}})
     assert len(answer.tree["error"]) < 100
 
 
-def test_memory_stays_where_it_was(client: Client) -> None:
+def test_memory_grows_by_less_than_100_mib_over_200_rounds_of_requests(client: Client) -> None:
     def ask(number: int) -> None:
         client.post("/translate", GOOD | {"q": f"ba {number}", "target": f"x{number}"})
         client.send("POST", f"/{number}", urlencode({"q": "a" * 100_000}).encode())
@@ -257,7 +261,7 @@ def test_memory_stays_where_it_was(client: Client) -> None:
     assert memory() - before < MAX_GROWTH
 
 
-def test_the_specification_names_what_is_served(
+def test_each_path_and_method_of_the_openapi_specification_exists(
     client: Client, pair_models: list[mtrain.Model]
 ) -> None:
     spec = client.get("/spec").tree

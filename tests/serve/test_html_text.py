@@ -19,7 +19,7 @@ Words = list[str]
 
 
 def translated(text: str, order: Callable[[Words], Words] = list, **options: bool) -> str:
-    """Translate to capitals, in another order of words, each aligned with its source."""
+    """Translate to upper case in the given word order, each word aligned to its source."""
 
     def translate(line: str) -> Translation:
         numbered = list(enumerate(word.strip() for word in cut_words(line)))
@@ -81,11 +81,11 @@ def test_tags_stay_where_they_are_and_text_is_translated(text: str, expected: st
         ("<b>all of it</b>", "<b>IT OF ALL</b>"),
     ],
 )
-def test_tags_go_with_their_words(text: str, expected: str) -> None:
+def test_tags_move_with_their_aligned_words(text: str, expected: str) -> None:
     assert translated(text, backwards) == expected
 
 
-def test_punctuation_stays_outside_of_an_element_that_had_none() -> None:
+def test_added_punctuation_stays_outside_an_element_without_punctuation() -> None:
     def moved(words: Words) -> Words:
         return [words[1], words[0]]
 
@@ -95,20 +95,20 @@ def test_punctuation_stays_outside_of_an_element_that_had_none() -> None:
     assert translated("<b>two</b> one", moved) == "ONE <b>TWO</b>"
 
 
-def test_without_alignments_each_piece_of_text_is_translated_alone() -> None:
+def test_without_alignments_each_text_segment_is_translated_alone() -> None:
     text = "<p>one <b>two</b> three</p>"
     assert HtmlText(text, has_alignment=False).lines == ["one", "two", "three"]
     assert translated(text, backwards, has_alignment=False) == "<p>ONE <b>TWO</b> THREE</p>"
 
 
-def test_elements_of_which_no_word_is_aligned_keep_a_word() -> None:
+def test_an_element_without_aligned_words_still_encloses_a_word() -> None:
     document = HtmlText("one <a href=x>two</a> three")
     assert document.join([Translation("eins zwei drei", alignment=())]) == (
         "eins <a href=x>zwei</a> drei"
     )
 
 
-def test_what_a_model_writes_is_text_whatever_it_looks_like() -> None:
+def test_markup_in_the_model_output_is_escaped() -> None:
     document = HtmlText("<p>one</p>")
     written = "<script>alert(1)</script> & &lt;"
     assert document.join([Translation(written, alignment=())]) == (
@@ -128,7 +128,7 @@ PIECES = [
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.booleans(), st.booleans())
 @example(["<script>", "</script", ">", "one", "</script>"], False, True)
 @example(["<b>"] * 2000 + ["one"] + ["</b>"] * 2000, True, True)
-def test_hostile_markup_is_returned_with_the_tags_that_it_had(
+def test_hostile_markup_keeps_exactly_its_tags(
     pieces: list[str], is_backwards: bool, has_alignment: bool
 ) -> None:
     text = "".join(pieces)
@@ -138,6 +138,6 @@ def test_hostile_markup_is_returned_with_the_tags_that_it_had(
 
 
 @given(st.text(max_size=60))
-def test_any_text_that_is_escaped_stays_text(text: str) -> None:
+def test_escaped_text_is_returned_without_markup(text: str) -> None:
     result = translated(html.escape(text))
     assert "<" not in result and ">" not in result

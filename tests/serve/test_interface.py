@@ -1,4 +1,4 @@
-"""LibreTranslate's interface, as its own tests and its clients use it."""
+"""LibreTranslate's HTTP interface, as LibreTranslate's tests and clients use it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mtrain.serve.settings import ServerSettings
 TEXT = "ba ce di"
 
 
-def test_a_form_is_translated(client: Client) -> None:
+def test_a_url_encoded_form_is_translated(client: Client) -> None:
     answer = client.post_form("/translate", {"q": TEXT, "source": "en", "target": "de"})
     assert answer.status == 200
     assert answer.tree == {"translatedText": TEXT}
 
 
-def test_json_is_translated(client: Client) -> None:
+def test_a_json_request_is_translated(client: Client) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "de"})
     assert (answer.status, answer.tree) == (200, {"translatedText": TEXT})
 
 
-def test_a_form_whose_text_is_not_escaped_is_read_as_utf_8(client: Client) -> None:
+def test_an_unescaped_form_is_read_as_utf_8(client: Client) -> None:
     """As `curl -d q=...` sends it."""
     for path, fields in (("/translate", "&source=en&target=de"), ("/detect", "")):
         raw = client.send("POST", path, f"q=האיש רואה, ба{fields}".encode(), {"Content-Type": FORM})
@@ -37,7 +37,7 @@ def test_a_form_whose_text_is_not_escaped_is_read_as_utf_8(client: Client) -> No
         assert raw.tree == client.post_form(path, escaped).tree
 
 
-def test_a_form_of_several_parts_is_translated(client: Client) -> None:
+def test_a_multipart_form_is_translated(client: Client) -> None:
     part = '--x\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
     fields = {"q": TEXT, "source": "en", "target": "de"}
     body = "".join(part.format(*field) for field in fields.items()) + "--x--\r\n"
@@ -46,7 +46,7 @@ def test_a_form_of_several_parts_is_translated(client: Client) -> None:
     assert answer.tree == {"translatedText": TEXT}
 
 
-def test_a_batch_has_as_many_translations(client: Client) -> None:
+def test_a_batch_gets_one_translation_for_each_text_in_order(client: Client) -> None:
     texts = ["ba ce", "", "di fo\ngu", TEXT]
     answer = client.post("/translate", {"q": texts, "source": "en", "target": "de"})
     assert answer.status == 200
@@ -55,7 +55,9 @@ def test_a_batch_has_as_many_translations(client: Client) -> None:
 
 @pytest.mark.parametrize("field", ["q", "source", "target"])
 @pytest.mark.parametrize("is_empty", [False, True])
-def test_a_missing_field_is_named(client: Client, field: str, is_empty: bool) -> None:
+def test_a_missing_or_empty_field_is_named_in_the_error(
+    client: Client, field: str, is_empty: bool
+) -> None:
     fields = {"q": TEXT, "source": "en", "target": "de"}
     if is_empty:
         fields[field] = ""
@@ -67,13 +69,13 @@ def test_a_missing_field_is_named(client: Client, field: str, is_empty: bool) ->
 
 
 @pytest.mark.parametrize("field", ["source", "target"])
-def test_a_language_that_is_not_there_is_named(client: Client, field: str) -> None:
+def test_an_unsupported_language_is_named_in_the_error(client: Client, field: str) -> None:
     fields = {"q": TEXT, "source": "en", "target": "de"} | {field: "zz"}
     answer = client.post("/translate", fields)
     assert (answer.status, answer.tree) == (400, {"error": "zz is not supported"})
 
 
-def test_a_language_without_a_way_is_named(client: Client) -> None:
+def test_an_unavailable_language_pair_is_named_in_the_error(client: Client) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "fr", "target": "en"})
     text = "English (en) is not available as a target language from French (fr)"
     assert (answer.status, answer.tree) == (400, {"error": text})
@@ -108,7 +110,7 @@ def test_a_language_without_a_way_is_named(client: Client) -> None:
         ({"prefix": "ba\nce"}, "Invalid request: prefix must not be longer than its text"),
     ],
 )
-def test_a_field_without_a_valid_value_is_refused(
+def test_an_invalid_field_value_gets_400_and_an_error_message(
     client: Client, change: dict[str, object], text: str
 ) -> None:
     fields = {"q": TEXT, "source": "en", "target": "de"} | change
@@ -119,12 +121,12 @@ def test_a_field_without_a_valid_value_is_refused(
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b'{"q": ' + b"9" * 9999]
 )
-def test_a_body_that_is_no_json_object_is_refused(client: Client, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_gets_400(client: Client, body: bytes) -> None:
     answer = client.send("POST", "/translate", body, {"Content-Type": JSON})
     assert (answer.status, answer.tree) == (400, {"error": "Invalid JSON format"})
 
 
-def test_the_likeliest_languages_are_detected(client: Client) -> None:
+def test_detected_languages_are_ranked_by_confidence(client: Client) -> None:
     answer = client.post_form("/detect", {"q": "The old farmer is tired."})
     assert answer.status == 200
     ranked = answer.tree
@@ -134,23 +136,23 @@ def test_the_likeliest_languages_are_detected(client: Client) -> None:
     assert ranked == sorted(ranked, key=lambda each: -each["confidence"])
 
 
-def test_detection_without_a_text_is_refused(client: Client) -> None:
+def test_detection_without_text_gets_400(client: Client) -> None:
     answer = client.post("/detect", {})
     assert answer.tree == {"error": "Invalid request: missing q parameter"}
     assert answer.status == 400
 
 
-def test_the_source_is_detected(client: Client) -> None:
+def test_the_source_language_auto_is_detected_for_each_text(client: Client) -> None:
     fields = {"q": "The old farmer is tired.", "source": "auto", "target": "de"}
     tree = client.post("/translate", fields).tree
     assert tree["detectedLanguage"]["language"] == "en"
     batch = fields | {"q": ["The old farmer is tired.", "Der alte Bauer ist müde."]}
     tree = client.post("/translate", batch).tree
     assert [each["language"] for each in tree["detectedLanguage"]] == ["en", "de"]
-    assert tree["translatedText"][1] == "Der alte Bauer ist müde."  # it is in the target's language
+    assert tree["translatedText"][1] == "Der alte Bauer ist müde."  # it is in the target language
 
 
-def test_a_text_without_letters_is_in_no_language(client: Client) -> None:
+def test_text_without_letters_is_detected_with_confidence_zero(client: Client) -> None:
     answer = client.post("/translate", {"q": "😂 😅", "source": "auto", "target": "de"})
     assert answer.tree == {
         "translatedText": "😂 😅",
@@ -158,7 +160,7 @@ def test_a_text_without_letters_is_in_no_language(client: Client) -> None:
     }
 
 
-def test_languages_say_what_they_are_translated_to_and_by_which_way(client: Client) -> None:
+def test_languages_are_listed_with_their_targets_and_pivots(client: Client) -> None:
     answer = client.get("/languages")
     assert answer.status == 200
     assert answer.tree == [
@@ -168,12 +170,14 @@ def test_languages_say_what_they_are_translated_to_and_by_which_way(client: Clie
     ]
 
 
-def test_two_runs_translate_where_none_does_and_say_so(client: Client) -> None:
+def test_a_pair_without_its_own_run_is_translated_through_a_pivot_that_is_named(
+    client: Client,
+) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "fr"})
     assert answer.tree == {"translatedText": TEXT, "pivot": "de"}
 
 
-def test_details_are_those_of_each_line_blank_ones_too(
+def test_details_equal_model_translate_for_each_line_including_blank_lines(
     client: Client, pair_models: list[mtrain.Model]
 ) -> None:
     fields = {"q": f"{TEXT}\n\n  fo", "source": "en", "target": "de", "details": True}
@@ -202,7 +206,7 @@ def test_a_translation_begins_with_its_prefix(client: Client) -> None:
     assert (first[:2], second) == ("gu", "fo")
 
 
-def test_alternatives_are_other_translations_best_first(
+def test_alternatives_are_the_distinct_other_hypotheses_best_first(
     client: Client, pair_models: list[mtrain.Model]
 ) -> None:
     fields = {"q": [TEXT, "fo"], "source": "en", "target": "de", "alternatives": 2}
@@ -217,42 +221,44 @@ def test_alternatives_are_other_translations_best_first(
         assert others == list(dict.fromkeys(text for text in texts if text != best))
 
 
-def test_a_text_of_blank_lines_has_no_other_translation(client: Client) -> None:
+def test_blank_text_has_no_alternatives(client: Client) -> None:
     fields = {"q": " \n", "source": "en", "target": "de", "alternatives": 2}
     answer = client.post("/translate", fields)
     assert answer.tree == {"translatedText": " \n", "alternatives": []}
 
 
-def test_the_health_is_one_word(client: Client) -> None:
+def test_health_returns_status_ok(client: Client) -> None:
     answer = client.get("/health")
     assert (answer.status, answer.tree) == (200, {"status": "ok"})
 
 
 @pytest.mark.parametrize("path", ["/languages", "/health", "/spec", "/frontend/settings"])
-def test_what_is_only_read_takes_no_post(client: Client, path: str) -> None:
+def test_read_only_paths_refuse_post_with_405(client: Client, path: str) -> None:
     assert client.get(path).status == 200
     answer = client.post(path, {})
     assert (answer.status, answer.tree) == (405, {"error": "Method Not Allowed"})
 
 
 @pytest.mark.parametrize("path", ["/translate", "/detect"])
-def test_what_has_a_body_takes_no_get(client: Client, path: str) -> None:
+def test_translate_and_detect_refuse_get_with_405(client: Client, path: str) -> None:
     assert client.get(path).status == 405
 
 
 @pytest.mark.parametrize("path", ["/translate_file", "/suggest"])
-def test_files_and_suggestions_are_refused_as_disabled(client: Client, path: str) -> None:
+def test_file_translation_and_suggestions_are_refused_as_disabled(
+    client: Client, path: str
+) -> None:
     answer = client.post(path, {})
     assert answer.status == 403
     assert answer.tree["error"].endswith("disabled on this server.")
 
 
-def test_a_page_that_is_not_there_is_404_in_json(client: Client) -> None:
+def test_an_unknown_path_gets_404_in_json(client: Client) -> None:
     answer = client.get("/absent")
     assert (answer.status, answer.tree) == (404, {"error": "Not Found"})
 
 
-def test_the_settings_of_the_page_are_those_that_clients_read(client: Client) -> None:
+def test_frontend_settings_have_the_fields_and_limits_that_clients_read(client: Client) -> None:
     tree = client.get("/frontend/settings").tree
     assert tree == {
         "charLimit": 10_000,
@@ -271,27 +277,27 @@ def test_the_settings_of_the_page_are_those_that_clients_read(client: Client) ->
     }
 
 
-def test_pages_of_other_hosts_may_read_each_answer(client: Client) -> None:
+def test_cors_headers_allow_any_origin(client: Client) -> None:
     headers = client.send("OPTIONS", "/translate").headers
     assert headers["access-control-allow-origin"] == "*"
     assert headers["access-control-allow-methods"] == "GET, POST"
     assert client.get("/absent").headers["access-control-allow-origin"] == "*"
 
 
-def test_codes_are_found_in_any_case(client: Client) -> None:
+def test_language_codes_are_case_insensitive(client: Client) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "EN", "target": "De"})
     assert answer.tree == {"translatedText": TEXT}
 
 
-def test_libretranslatepy_gets_what_it_asks_for(client: Client) -> None:
+def test_libretranslatepy_translates_detects_and_lists_languages(client: Client) -> None:
     api = LibreTranslateAPI(client.url, api_key="unused")
     assert api.translate(TEXT, "en", "de") == TEXT
     assert api.detect("The old farmer is tired.")[0]["language"] == "en"
     assert [each["code"] for each in api.languages()] == ["en", "de", "fr"]
 
 
-def test_mastodon_gets_what_it_asks_for(client: Client) -> None:
-    """A list of HTML texts, an unknown source, and a key that no server asked for."""
+def test_a_request_in_the_form_of_mastodon_is_translated(client: Client) -> None:
+    """A list of HTML texts, an automatic source language, and an empty API key."""
     body = {
         "q": ["<p>The old <br>farmer is tired.</p>", "Is one &lt; two?"],
         "source": "auto",
@@ -309,14 +315,16 @@ def test_mastodon_gets_what_it_asks_for(client: Client) -> None:
     assert "<" not in tree["translatedText"][1]
 
 
-def test_weblate_gets_what_it_asks_for(client: Client) -> None:
+def test_requests_in_the_form_of_weblate_are_answered(client: Client) -> None:
     codes = [each["code"] for each in client.get("/languages").tree]
     assert codes == ["en", "de", "fr"]
     fields = {"q": TEXT, "source": "en", "target": "de", "api_key": ""}
     assert client.post_form("/translate", fields).tree["translatedText"] == TEXT
 
 
-def test_a_server_with_keys_answers_those_who_have_one(pair_models: list[mtrain.Model]) -> None:
+def test_a_server_with_api_keys_refuses_translations_without_a_valid_key(
+    pair_models: list[mtrain.Model],
+) -> None:
     settings = ServerSettings(port=0, api_keys=("one-of-two", "two-of-two"))
     fields = {"q": TEXT, "source": "en", "target": "de"}
     with running(pair_models, settings) as client:
@@ -332,7 +340,7 @@ def test_a_server_with_keys_answers_those_who_have_one(pair_models: list[mtrain.
         assert client.get("/languages").status == 200
 
 
-def test_a_client_with_too_many_requests_is_told_when_to_go_on(
+def test_a_client_over_its_rate_limit_gets_429_with_retry_after(
     pair_models: list[mtrain.Model],
 ) -> None:
     with running(pair_models, ServerSettings(port=0, requests_per_minute=2)) as client:
@@ -343,7 +351,7 @@ def test_a_client_with_too_many_requests_is_told_when_to_go_on(
         assert client.get("/health").status == 200
 
 
-def test_everything_is_served_below_a_prefix(pair_models: list[mtrain.Model]) -> None:
+def test_paths_are_served_under_the_url_prefix(pair_models: list[mtrain.Model]) -> None:
     with running(pair_models, ServerSettings(port=0, url_prefix="/mt")) as client:
         assert client.url.endswith("/mt")
         assert client.get("/mt/health").tree == {"status": "ok"}

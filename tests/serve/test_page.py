@@ -1,4 +1,4 @@
-"""The page in a real browser: typing, words and their sources, files, keyboard, accessibility."""
+"""The page in a real browser: typing, word alignments, files, keyboard, accessibility."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def page(browser: Any, client: Client) -> Iterator[Any]:
 
 
 def opened(browser: Any, client: Client, width: int, scheme: str) -> Iterator[Any]:
-    """Open the page; hold it to no error, and to no request to another host."""
+    """Open the page; then assert that it had no error and made no request to another host."""
     page, errors, urls = watched_page(browser, width, scheme)
     page.goto(f"{client.url}/")
     page.wait_for_function("() => document.getElementById('source-language').options.length > 0")
@@ -54,7 +54,7 @@ def wait_for(page: Any, text: str) -> None:
     )
 
 
-def test_what_is_typed_is_translated_and_nobody_waits_for_what_was_typed_before(
+def test_the_page_translates_while_text_is_typed_replaced_and_cleared(
     any_page: Any,
 ) -> None:
     any_page.type("#source", f"{TEXT}\nfo gu", delay=1)
@@ -68,7 +68,7 @@ def test_what_is_typed_is_translated_and_nobody_waits_for_what_was_typed_before(
     assert any_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_pointing_at_a_word_shows_what_it_was_made_from(page: Any) -> None:
+def test_hovering_over_a_word_marks_its_aligned_source_words(page: Any) -> None:
     page.fill("#source", f"fo\n  {TEXT}")
     wait_for(page, f"fo\n{TEXT}")
     page.hover(".word >> nth=2")
@@ -77,12 +77,14 @@ def test_pointing_at_a_word_shows_what_it_was_made_from(page: Any) -> None:
     assert words
     assert page.locator("#mirror mark").all_inner_texts() == words
     shown = page.inner_text("#word")
-    # each word between isolates: one that runs from right to left does not turn the rest round
+    # each word between isolates: one that runs from right to left does not reorder the other words
     between = "\u2069 … \u2068".join(words)
     assert shown.startswith(f"\u2068ce\u2069 ← \u2068{between}\u2069 (")
 
 
-def test_the_languages_are_swapped_with_the_text(page: Any, client: Client) -> None:
+def test_swap_is_disabled_without_a_reverse_run_and_the_detected_language_is_shown(
+    page: Any, client: Client
+) -> None:
     page.select_option("#source-language", "de")
     assert page.input_value("#target-language") == "fr"
     assert page.is_disabled("#swap")  # nothing translates from French
@@ -93,7 +95,7 @@ def test_the_languages_are_swapped_with_the_text(page: Any, client: Client) -> N
     )
 
 
-def test_two_runs_of_both_directions_are_swapped(
+def test_alt_s_swaps_the_languages_when_both_directions_have_a_run(
     browser: Any, pair_models: list[mtrain.Model], trained: Any, tmp_path: Path
 ) -> None:
     from serving import with_languages
@@ -109,7 +111,7 @@ def test_two_runs_of_both_directions_are_swapped(
             wait_for(page, TEXT)
 
 
-def test_the_keyboard_alone_does_it_all(page: Any) -> None:
+def test_typing_tab_order_and_word_selection_work_by_keyboard_alone(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "source"
     page.keyboard.type(TEXT)
     wait_for(page, TEXT)
@@ -126,7 +128,9 @@ def test_the_keyboard_alone_does_it_all(page: Any) -> None:
     assert page.locator(".word.active").count() == 0
 
 
-def test_a_file_has_as_many_lines_out_as_in(page: Any, tmp_path: Path) -> None:
+def test_a_translated_file_is_downloaded_with_as_many_lines_as_its_source(
+    page: Any, tmp_path: Path
+) -> None:
     lines = [TEXT, "", *["fo gu"] * 150]
     (tmp_path / "text.txt").write_text("\r\n".join(lines) + "\r\n", encoding="utf-8")
     page.set_input_files("#file", tmp_path / "text.txt")
@@ -146,13 +150,13 @@ def test_markup_is_shown_as_text(page: Any) -> None:
     assert page.title() == "Translate"
 
 
-def test_the_documentation_is_shown(page: Any, client: Client) -> None:
+def test_the_api_documentation_page_shows_its_endpoints(page: Any, client: Client) -> None:
     page.goto(f"{client.url}/docs")
     page.wait_for_selector("section h2 >> text=POST /translate")
     assert page.locator("td >> text=alternatives").count() == 2
 
 
-def test_axe_finds_nothing_to_complain_of(any_page: Any, client: Client) -> None:
+def test_axe_finds_no_accessibility_violation(any_page: Any, client: Client) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="axe is not installed")
     script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
     any_page.fill("#source", TEXT)
@@ -162,7 +166,9 @@ def test_axe_finds_nothing_to_complain_of(any_page: Any, client: Client) -> None
         if path != "/":
             any_page.goto(f"{client.url}{path}")
             any_page.wait_for_selector("section h2 >> text=POST /translate")
-        any_page.evaluate(script)  # by the debugger, which no policy of the page binds
+        any_page.evaluate(
+            script
+        )  # through the debugger, to which the page's content security policy does not apply
         found = any_page.evaluate("axe.run()")
         shown = [
             (each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]
@@ -171,7 +177,7 @@ def test_axe_finds_nothing_to_complain_of(any_page: Any, client: Client) -> None
         assert len(found["passes"]) > 10
 
 
-def test_the_page_may_load_nothing_from_elsewhere(client: Client) -> None:
+def test_the_content_security_policy_allows_only_the_own_host(client: Client) -> None:
     for path in ("/", "/docs"):
         policy = client.get(path).headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")

@@ -1,4 +1,4 @@
-"""The verb: what it listens on, how it ends, and what it refuses."""
+"""The command `mtrain serve`: its address, its shutdown, and its error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtrain.serve.server import listen
 from mtrain.serve.settings import ServerSettings
 
 TEXT = "ba ce di"
-WATCHED = (  # what opens a connection, or asks for an address
+WATCHED = (  # print each attempt to open a connection or look up an address
     "import sys; sys.addaudithook(lambda event, data: print(event, data, file=sys.stderr) "
     "if event in ('socket.connect', 'socket.sendto', 'socket.getaddrinfo') else None); "
 )
@@ -35,7 +35,7 @@ Process = subprocess.Popen[str] | MtrainProcess
 
 @contextmanager
 def started(*arguments: str | Path, is_watched: bool = False) -> Iterator[tuple[Process, Client]]:
-    """Run `mtrain serve` on a free port; if it `is_watched`, it tells what it connects to."""
+    """Run `mtrain serve` on a free port; `is_watched` prints its connections to stderr."""
     command = ["serve", *map(str, arguments), "--port", "0"]
     process: Process
     if is_watched:
@@ -55,7 +55,7 @@ def started(*arguments: str | Path, is_watched: bool = False) -> Iterator[tuple[
             process.kill()
 
 
-def test_a_line_is_the_same_by_command_line_interface_and_server(
+def test_command_line_python_interface_and_server_translate_identically(
     trained: RunDir, cli: Cli, tmp_path: Path
 ) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")
@@ -68,7 +68,7 @@ def test_a_line_is_the_same_by_command_line_interface_and_server(
     assert by_command.lines == by_interface == by_server
 
 
-def test_ctranslate2_serves_what_it_translates_and_refuses_what_it_has_not(
+def test_ctranslate2_translations_are_served_and_unsupported_fields_refused(
     trained: RunDir, cli: Cli, tmp_path: Path
 ) -> None:
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
@@ -93,7 +93,9 @@ def test_ctranslate2_serves_what_it_translates_and_refuses_what_it_has_not(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server(trained: RunDir, tmp_path: Path, number: signal.Signals) -> None:
+def test_sigterm_and_sigint_end_the_server_with_128_plus_the_signal_number(
+    trained: RunDir, tmp_path: Path, number: signal.Signals
+) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")
     with started(run) as (process, client):
         assert client.get("/health").status == 200
@@ -101,7 +103,7 @@ def test_a_signal_ends_the_server(trained: RunDir, tmp_path: Path, number: signa
         assert process.wait(timeout=30) == 128 + number
 
 
-def test_what_is_being_translated_is_finished_when_a_signal_comes(
+def test_a_running_translation_is_finished_when_the_server_stops(
     pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
@@ -127,7 +129,7 @@ def test_what_is_being_translated_is_finished_when_a_signal_comes(
     assert [answer.tree for answer in answers] == [{"translatedText": TEXT}]
 
 
-def test_the_server_opens_no_connection(trained: RunDir, tmp_path: Path) -> None:
+def test_the_server_opens_no_outgoing_connection(trained: RunDir, tmp_path: Path) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")
     with started(run, is_watched=True) as (process, client):
         for body in ({"q": TEXT}, {"q": f"<p>{TEXT}</p>", "format": "html", "details": True}):
@@ -140,7 +142,7 @@ def test_the_server_opens_no_connection(trained: RunDir, tmp_path: Path) -> None
         assert "socket." not in process.stderr.read()
 
 
-def test_a_connection_of_the_server_would_be_seen() -> None:
+def test_the_audit_hook_reports_an_outgoing_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         code = f"{WATCHED}import socket; socket.create_connection({other.getsockname()})"
         command = [sys.executable, "-c", code]
@@ -148,11 +150,11 @@ def test_a_connection_of_the_server_would_be_seen() -> None:
     assert "socket.connect" in result.stderr
 
 
-def test_only_this_machine_reaches_the_server() -> None:
+def test_the_default_host_is_127_0_0_1() -> None:
     assert ServerSettings().host == "127.0.0.1"
 
 
-def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:
+def test_accepted_connections_have_tcp_nodelay() -> None:
     with (
         listen(ServerSettings(port=0)) as listening,
         socket.create_connection(listening.getsockname()),
@@ -161,7 +163,7 @@ def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_nothing_is_logged_of_a_text_unless_asked(trained: RunDir, tmp_path: Path) -> None:
+def test_texts_are_logged_only_with_log_text(trained: RunDir, tmp_path: Path) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")
     body = {"q": "ba ce", "source": "en", "target": "de", "api_key": "secret-key"}
     for option, is_shown in (("--page", False), ("--log-text", True)):
@@ -184,7 +186,7 @@ def refused(cli: Cli, *arguments: str | Path) -> str:
     return outcome.err.removeprefix("mtrain: ").removesuffix("\n")
 
 
-def test_a_server_without_a_run_says_what_is_missing(
+def test_serve_without_a_run_folder_names_what_is_missing(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,7 +198,7 @@ def test_a_server_without_a_run_says_what_is_missing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_runs_of_the_same_languages_are_refused(
+def test_two_runs_with_the_same_language_pair_are_refused(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")
@@ -206,7 +208,7 @@ def test_two_runs_of_the_same_languages_are_refused(
     )
 
 
-def test_an_address_that_is_taken_is_an_error(cli: Cli, trained: RunDir) -> None:
+def test_an_address_in_use_is_an_error(cli: Cli, trained: RunDir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert refused(cli, trained.path, "--port", str(port)) == (
@@ -215,7 +217,9 @@ def test_an_address_that_is_taken_is_an_error(cli: Cli, trained: RunDir) -> None
         )
 
 
-def test_a_prefix_must_be_a_path(cli: Cli, trained: RunDir) -> None:
+def test_a_url_prefix_must_begin_with_a_slash_and_end_without_one(
+    cli: Cli, trained: RunDir
+) -> None:
     for prefix in ("mt", "/mt/", "//mt", "/"):
         assert refused(cli, trained.path, "--url-prefix", prefix) == (
             "`--url-prefix` must begin with a slash and end without one, but is "
@@ -231,7 +235,7 @@ def test_a_prefix_must_be_a_path(cli: Cli, trained: RunDir) -> None:
         (b"\xff\xfe", "must be UTF-8 text, but is not."),
     ],
 )
-def test_a_file_of_keys_must_have_keys(
+def test_an_invalid_api_keys_file_is_an_error(
     cli: Cli, trained: RunDir, tmp_path: Path, content: bytes, text: str
 ) -> None:
     path = tmp_path / "keys"
@@ -239,7 +243,7 @@ def test_a_file_of_keys_must_have_keys(
     assert refused(cli, trained.path, "--api-keys", path) == f"{path}: {text}"
 
 
-def test_keys_are_the_lines_of_a_file(trained: RunDir, tmp_path: Path) -> None:
+def test_a_key_from_the_api_keys_file_is_accepted(trained: RunDir, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# the keys\n first-key \n\nsecond-key\n", encoding="utf-8")
     run = with_languages(trained, tmp_path / "run", "en", "de")
@@ -249,7 +253,7 @@ def test_keys_are_the_lines_of_a_file(trained: RunDir, tmp_path: Path) -> None:
         assert client.post("/translate", body | {"api_key": "first-key"}).status == 200
 
 
-def test_a_package_that_is_not_installed_is_named(
+def test_serve_without_starlette_names_the_extra_to_install(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mtrain.errors.find_spec", lambda name: None)

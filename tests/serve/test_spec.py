@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of the server's own specification.
+"""Requests that schemathesis generates from the server's own OpenAPI specification.
 
 They run where `schemathesis` is on the PATH, or MTRAIN_SCHEMATHESIS names it.
 """
@@ -15,13 +15,13 @@ from serving import Client
 
 SCHEMATHESIS = os.environ.get("MTRAIN_SCHEMATHESIS") or shutil.which("schemathesis")
 MAX_EXAMPLES = 100 * int(os.environ.get("MTRAIN_FUZZ", "1"))  # of an operation
-# A schema cannot say that a prefix is not longer than its text; and what it does not name, such as
-# 0 for false, is taken all the same.
+# A schema cannot say that a prefix is not longer than its text, and the server accepts some values
+# that the schema does not list, such as 0 for false.
 NOT_IN_THE_SCHEMA = "positive_data_acceptance,negative_data_rejection"
 
 
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
-def test_requests_made_of_the_specification_are_answered_as_it_says(
+def test_schemathesis_finds_no_answer_that_violates_the_openapi_specification(
     client: Client, tmp_path: Path
 ) -> None:
     assert SCHEMATHESIS is not None
@@ -33,7 +33,7 @@ def test_requests_made_of_the_specification_are_answered_as_it_says(
     assert "6 selected / 6 total" in result.stdout
 
 
-def test_the_schema_of_a_request_has_the_languages_and_limits_of_the_server(
+def test_the_openapi_schema_of_translate_has_the_languages_and_limits_of_the_server(
     client: Client,
 ) -> None:
     content = client.get("/spec").tree["paths"]["/translate"]["post"]["requestBody"]["content"]

@@ -1,4 +1,4 @@
-"""Hold the merges to what little ones come to by hand."""
+"""BPE merges and BPE-dropout, on small examples worked out by hand."""
 
 import random
 from collections import Counter
@@ -27,24 +27,26 @@ def sample(scores, text, alpha=0.0, seed=1):
         (ABC, "", []),
     ],
 )
-def test_what_has_the_higher_score_is_merged_first_and_of_equals_the_left(scores, text, pieces):
+def test_the_pair_with_the_highest_score_is_merged_first_and_ties_go_to_the_leftmost(
+    scores, text, pieces
+):
     assert sample(scores, text) == pieces
 
 
 @pytest.mark.parametrize(("alpha", "word"), [(0.0, ["ab"]), (1.0, ["a", "b"])])
-def test_a_symbol_is_whole_and_merged_with_nothing_and_the_longest_is_taken(alpha, word):
+def test_user_defined_symbols_are_never_split_or_merged_and_the_longest_match_wins(alpha, word):
     merges = Merges({"ab": -1.0, "ba": -2.0, "b.": -3.0}, ["b.", "b.b.", ".("])
     drawn = merges.sample("abb.b.abb.a.(", alpha, random.Random(1))
     assert drawn == [*word, "b.b.", *word, "b.", "a", ".("]
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
-def test_each_merge_is_left_out_with_the_probability_alpha(alpha):
+def test_each_merge_is_dropped_with_probability_alpha(alpha):
     merges, rng, num_draws = Merges(ABC), random.Random(1), 10_000
     counts = Counter(tuple(merges.sample("abc", alpha, rng)) for _ in range(num_draws))
     made = 1 - alpha
     means = {
-        ("abc",): made * made + alpha * made * made,  # ab, abc; or not ab, but bc, abc
+        ("abc",): made * made + alpha * made * made,  # ab, abc; or drops ab, then bc, abc
         ("ab", "c"): made * alpha,
         ("a", "bc"): alpha * made * alpha,
         ("a", "b", "c"): alpha * alpha,
@@ -54,13 +56,13 @@ def test_each_merge_is_left_out_with_the_probability_alpha(alpha):
         assert counts[pieces] / num_draws == pytest.approx(mean, abs=3 * (mean / num_draws) ** 0.5)
 
 
-def test_draws_follow_from_the_seed():
+def test_samples_are_determined_by_the_seed():
     first, again, other = (sample(ABC, "abc" * 20, 0.4, seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
 @pytest.mark.parametrize("max_cached", [1, 20, 1000])
-def test_what_was_sampled_before_changes_no_later_draw(monkeypatch, max_cached):
+def test_earlier_samples_and_the_cache_size_do_not_change_later_samples(monkeypatch, max_cached):
     monkeypatch.setattr(bpe_dropout, "_MAX_CACHED", max_cached)
     used, rng = Merges(ABC), random.Random(7)
     words = ["".join(rng.choices("abc", k=rng.randrange(1, 9))) for _ in range(30)] * 3

@@ -1,4 +1,4 @@
-"""Hold the tokenizer to the text: every character of it comes back."""
+"""The tokenizer is lossless: decoding restores every character of the text."""
 
 import functools
 import io
@@ -46,11 +46,11 @@ def train(settings_: TokenizerConfig, seed: int = 1) -> Tokenizer:
 
 
 def without_extra_spaces(line: str) -> str:
-    """What SentencePiece makes of spaces; U+2581 is its own sign for one."""
+    """Normalize spaces as SentencePiece does; U+2581 is its character for a space."""
     return re.sub(" +", " ", line.replace("\u2581", " ")).strip(" ")
 
 
-# Any text comes back
+# Encode and decode
 
 any_character = st.characters(exclude_categories=["Cs"], exclude_characters="\r\n")
 any_text = st.text(st.one_of(any_character, st.sampled_from("  aeß.▁😀<s/>")), max_size=12)
@@ -59,7 +59,7 @@ any_text = st.text(st.one_of(any_character, st.sampled_from("  aeß.▁😀<s/>"
 @pytest.mark.parametrize("kind", KINDS)
 @given(lines=st.lists(any_text, max_size=20))
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)
-def test_any_text_comes_back_but_for_extra_spaces(kind, lines):
+def test_any_text_is_restored_by_decoding_except_for_extra_spaces(kind, lines):
     vocabulary = vocabularies(kind).src
     ids = vocabulary.encode(lines)
     assert vocabulary.decode(ids) == [without_extra_spaces(line) for line in lines]
@@ -68,7 +68,7 @@ def test_any_text_comes_back_but_for_extra_spaces(kind, lines):
 @pytest.mark.parametrize("kind", KINDS)
 @given(lines=st.lists(any_text, max_size=20))
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)
-def test_no_text_needs_a_special_id(kind, lines):
+def test_encoding_any_text_gives_no_special_ids(kind, lines):
     vocabulary = vocabularies(kind).src
     special = {vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos}
     assert not {piece for ids in vocabulary.encode(lines) for piece in ids} & special
@@ -76,7 +76,7 @@ def test_no_text_needs_a_special_id(kind, lines):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("line", UNSEEN)
-def test_characters_that_were_never_seen_become_bytes_and_come_back(kind, line):
+def test_unseen_characters_become_byte_pieces_and_are_restored_by_decoding(kind, line):
     vocabulary = vocabularies(kind).src
     (ids,) = vocabulary.encode([line])
     assert vocabulary.unk not in ids
@@ -95,7 +95,7 @@ def test_without_byte_fallback_an_unseen_character_is_unknown():
 @given(line=any_text)
 @example(line="a\tb\xa0c\t")
 @settings(derandomize=True, database=None, deadline=None, max_examples=200)
-def test_unknown_characters_are_those_that_are_written_as_bytes(kind, line):
+def test_unknown_returns_exactly_the_characters_encoded_as_byte_pieces(kind, line):
     vocabulary = vocabularies(kind).src
     by_bytes = set(vocabulary.byte_pieces)
     (ids,) = vocabulary.encode([line])
@@ -107,7 +107,7 @@ def test_unknown_characters_are_those_that_are_written_as_bytes(kind, line):
 
 
 @pytest.mark.parametrize("line", ["<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "a </s> b"])
-def test_text_that_looks_like_a_special_piece_is_only_text(line):
+def test_text_that_looks_like_a_special_piece_is_encoded_as_ordinary_text(line):
     vocabulary = vocabularies().src
     (ids,) = vocabulary.encode([line])
     assert not set(ids) & {vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos}
@@ -115,14 +115,14 @@ def test_text_that_looks_like_a_special_piece_is_only_text(line):
     assert vocabulary.decode([ids]) == [line]
 
 
-def test_normal_forms_of_a_character_stay_as_they_are():
+def test_unicode_normalization_forms_are_preserved():
     composed, decomposed, wide = "é", "e\u0301", "ｗｉｄｅ"
     vocabulary = vocabularies().src
     lines = [composed, decomposed, wide]
     assert vocabulary.decode(vocabulary.encode(lines)) == lines
 
 
-def test_a_character_that_a_foreign_model_reads_as_another_is_not_unknown():
+def test_characters_that_a_models_normalization_maps_to_known_ones_are_not_unknown():
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),
@@ -141,14 +141,14 @@ def test_a_character_that_a_foreign_model_reads_as_another_is_not_unknown():
     assert vocabulary.unknown(line + "\u65e5") == ["\u65e5"]
 
 
-def test_pieces_are_the_text_of_the_ids():
+def test_pieces_concatenate_to_the_text_and_are_as_many_as_the_ids():
     vocabulary = vocabularies().src
     for line in LINES:
         assert "".join(vocabulary.pieces(line)) == "\u2581" + line.replace(" ", "\u2581")
         assert len(vocabulary.pieces(line)) == len(vocabulary.encode([line])[0])
 
 
-def test_pieces_are_longer_than_characters():
+def test_a_text_has_fewer_pieces_than_characters():
     num_pieces = sum(len(ids) for ids in vocabularies().src.encode(LINES))
     assert num_pieces < 0.8 * sum(len(line) for line in LINES)
 
@@ -171,7 +171,7 @@ def test_a_line_break_is_decoded_as_a_space(between):
     assert vocabulary.decode([ids]) == ["a b"]
 
 
-def test_bytes_that_are_no_character_decode_all_the_same():
+def test_incomplete_utf8_bytes_decode_to_a_replacement_character():
     vocabulary = vocabularies().src
     (ids,) = vocabulary.encode(["日"])
     (line,) = vocabulary.decode([ids[:-1]])
@@ -182,7 +182,7 @@ def test_bytes_that_are_no_character_decode_all_the_same():
     lines=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=40),
     ids=st.lists(st.lists(st.integers(0, 419), max_size=8), max_size=40),
 )
-def test_few_lines_are_encoded_and_decoded_as_many_are(lines, ids):
+def test_small_and_large_batches_are_encoded_and_decoded_alike(lines, ids):
     vocabulary = vocabularies("bpe").tgt
     count = sentencepiece_module._NUM_BATCHED
     alone = [vocabulary.encode([line])[0] for line in lines]
@@ -198,7 +198,7 @@ def test_special_ids_decode_to_nothing():
     assert vocabulary.decode([framed]) == ["The dog."]
 
 
-def test_no_lines_and_empty_lines_are_kept_apart():
+def test_an_empty_list_stays_empty_and_empty_lines_stay_empty_lines():
     vocabulary = vocabularies().src
     assert vocabulary.encode([]) == vocabulary.decode([]) == []
     assert vocabulary.sample([], 0.5, 1) == []
@@ -211,7 +211,7 @@ def test_no_lines_and_empty_lines_are_kept_apart():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [True, False])
-def test_special_ids_are_the_agreed_ones(kind, shared):
+def test_special_ids_are_pad_0_unk_1_bos_2_eos_3(kind, shared):
     found = vocabularies(kind, shared)
     for vocabulary in (found.src, found.tgt):
         assert (vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos) == (0, 1, 2, 3)
@@ -219,23 +219,23 @@ def test_special_ids_are_the_agreed_ones(kind, shared):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab_size", [350, 420])
-def test_a_vocabulary_has_the_size_that_was_asked_for(kind, vocab_size):
+def test_a_vocabulary_has_the_requested_size(kind, vocab_size):
     assert len(vocabularies(kind, vocab_size=vocab_size).src) == vocab_size
 
 
-def test_a_shared_vocabulary_is_one_and_the_same():
+def test_a_shared_vocabulary_is_the_same_object_for_both_sides():
     shared = vocabularies(shared=True)
     assert shared.src is shared.tgt
 
 
-def test_separate_vocabularies_each_know_their_own_side():
+def test_separate_vocabularies_segment_their_own_language_into_fewer_pieces():
     separate = vocabularies(shared=False)
     assert separate.src.model != separate.tgt.model
     assert len(separate.src.pieces("The dog sees")) < len(separate.tgt.pieces("The dog sees"))
     assert len(separate.tgt.pieces("Der Hund")) < len(separate.src.pieces("Der Hund"))
 
 
-def test_a_shared_vocabulary_knows_both_sides():
+def test_a_shared_vocabulary_encodes_umlauts_without_byte_pieces():
     vocabulary = vocabularies(shared=True).src
     umlauts = ["schön", "Stühle"]
     assert not any("<0x" in piece for line in umlauts for piece in vocabulary.pieces(line))
@@ -249,7 +249,9 @@ def test_sources_end_with_eos_and_begin_without_bos():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("byte_fallback", [True, False])
-def test_a_vocabulary_that_is_too_large_names_the_largest_that_works(kind, byte_fallback):
+def test_a_too_large_vocab_size_is_an_error_that_names_the_largest_possible_size(
+    kind, byte_fallback
+):
     with pytest.raises(ConfigError, match=r"`tokenizer.vocab_size` must be at most \d+") as caught:
         train(config(kind, 100_000, byte_fallback=byte_fallback))
     assert str(caught.value).endswith("but is 100000 instead.")
@@ -261,7 +263,9 @@ def test_a_vocabulary_that_is_too_large_names_the_largest_that_works(kind, byte_
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("byte_fallback", [True, False])
-def test_a_vocabulary_that_is_too_small_names_the_smallest_that_works(kind, byte_fallback):
+def test_a_too_small_vocab_size_is_an_error_that_names_the_smallest_possible_size(
+    kind, byte_fallback
+):
     with pytest.raises(ConfigError, match=r"`tokenizer.vocab_size` must be at least \d+") as caught:
         train(config(kind, 8, byte_fallback=byte_fallback))
     assert str(caught.value).endswith("but is 8 instead.")
@@ -273,19 +277,19 @@ def test_a_vocabulary_that_is_too_small_names_the_smallest_that_works(kind, byte
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("lines", [[], [""], ["   "]])
-def test_training_on_no_text_is_an_error_of_the_user(shared, lines):
+def test_training_on_empty_text_raises_a_user_error(shared, lines):
     pairs = [(line, line) for line in lines]
     with pytest.raises(UserError):
         sentencepiece_module.train(config(shared=shared), pairs, len(pairs), seed=1)
 
 
-def test_separate_vocabularies_say_that_one_side_is_too_small():
+def test_a_side_with_too_little_text_for_its_own_vocabulary_is_an_error():
     pairs = [(line, "Ja!") for line in SRC_LINES]
     with pytest.raises(ConfigError, match="must be at most"):
         sentencepiece_module.train(config(shared=False), pairs, len(pairs), seed=1)
 
 
-# Training again
+# Reproducible training
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -295,7 +299,7 @@ def test_training_is_deterministic(kind, shared):
     assert again.fingerprint() == vocabularies(kind, shared).fingerprint()
 
 
-def test_the_seed_decides_which_lines_are_read_when_there_are_too_many():
+def test_the_seed_determines_which_lines_are_sampled_for_max_training_lines():
     few = config(vocab_size=320, max_training_lines=8)
     first, again = train(few, seed=1), train(few, seed=1)
     assert first.fingerprint() == again.fingerprint()
@@ -303,7 +307,7 @@ def test_the_seed_decides_which_lines_are_read_when_there_are_too_many():
     assert others != {first.fingerprint()}
 
 
-def test_lines_beyond_the_limit_have_the_same_chance_as_those_before():
+def test_training_lines_are_sampled_uniformly():
     counts = dict.fromkeys(range(40), 0)
     num_draws = 2000
     for seed in range(num_draws):
@@ -315,7 +319,7 @@ def test_lines_beyond_the_limit_have_the_same_chance_as_those_before():
     assert max(counts.values()) < 1.2 * num_draws / 4
 
 
-def test_pairs_are_read_once_and_need_not_fit_in_memory():
+def test_training_accepts_an_iterator_of_pairs():
     pairs = zip(SRC_LINES, TGT_LINES, strict=True)
     found = sentencepiece_module.train(config(), pairs, len(SRC_LINES), seed=1)
     assert found.fingerprint() == train(config()).fingerprint()
@@ -337,7 +341,7 @@ def test_a_tokenizer_is_loaded_as_it_was_saved(shared, tmp_path):
     assert loaded.tgt.encode(LINES) == saved.tgt.encode(LINES)
 
 
-def test_a_missing_tokenizer_is_an_error_with_the_files_name(tmp_path):
+def test_a_missing_tokenizer_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(RunError, match=r"shared\.model: is missing"):
         sentencepiece_module.load(tmp_path)
     vocabularies(shared=False).save(tmp_path)
@@ -347,7 +351,7 @@ def test_a_missing_tokenizer_is_an_error_with_the_files_name(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a model", None])
-def test_a_damaged_tokenizer_is_an_error_with_the_files_name(damage, tmp_path):
+def test_a_damaged_tokenizer_is_an_error_that_names_the_file(damage, tmp_path):
     path = tmp_path / "shared.model"
     model = vocabularies().src.model
     path.write_bytes(model[: len(model) // 2] if damage is None else damage)
@@ -355,7 +359,7 @@ def test_a_damaged_tokenizer_is_an_error_with_the_files_name(damage, tmp_path):
         sentencepiece_module.load(tmp_path)
 
 
-def test_fingerprints_tell_tokenizers_apart():
+def test_different_tokenizers_have_different_fingerprints():
     separate, shared = vocabularies(shared=False), vocabularies(shared=True)
     swapped = Tokenizer(separate.tgt, separate.src)
     one_side = Tokenizer(separate.src, separate.src)
@@ -367,7 +371,7 @@ def test_fingerprints_tell_tokenizers_apart():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_follows_from_its_seed(kind):
+def test_sampled_segmentations_are_determined_by_the_seed(kind):
     vocabulary = vocabularies(kind).src
     first, again, other = (vocabulary.sample(LINES, 0.3, seed) for seed in (5, 5, 6))
     assert first == again
@@ -375,7 +379,7 @@ def test_a_sample_follows_from_its_seed(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_does_not_depend_on_what_was_sampled_before(kind):
+def test_a_sample_does_not_depend_on_earlier_samples(kind):
     vocabulary = vocabularies(kind).src
     first = vocabulary.sample(LINES, 0.3, 5)
     vocabulary.sample(LINES[:3], 0.3, 8)
@@ -384,7 +388,7 @@ def test_a_sample_does_not_depend_on_what_was_sampled_before(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_is_another_way_to_write_the_same_text(kind):
+def test_sampling_gives_other_segmentations_of_the_same_text(kind):
     vocabulary = vocabularies(kind).src
     best, sampled = vocabulary.encode(LINES), vocabulary.sample(LINES, 0.3, 5)
     assert sum(one != other for one, other in zip(best, sampled, strict=True)) > len(LINES) / 3
@@ -394,7 +398,7 @@ def test_a_sample_is_another_way_to_write_the_same_text(kind):
 
 @pytest.mark.parametrize("line", UNSEEN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_loses_no_character(kind, line):
+def test_decoding_a_sample_restores_unseen_characters(kind, line):
     vocabulary = vocabularies(kind).src
     assert vocabulary.decode(vocabulary.sample([line] * 5, 0.5, 3)) == [line] * 5
 
@@ -428,7 +432,7 @@ def test_a_sample_is_the_same_in_every_process(kind, tmp_path):
 @pytest.mark.parametrize("byte_fallback", [True, False])
 @given(lines=st.lists(any_text, max_size=20))
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)
-def test_with_no_merge_left_out_a_sample_is_the_plain_encoding(byte_fallback, lines):
+def test_bpe_sampling_with_alpha_0_equals_the_plain_encoding(byte_fallback, lines):
     vocabulary = vocabularies("bpe").src
     if not byte_fallback:
         vocabulary = without_byte_fallback()
@@ -441,7 +445,7 @@ def without_byte_fallback():
     return train(config("bpe", vocab_size=100, byte_fallback=False)).src
 
 
-def test_the_larger_alpha_the_more_a_unigram_sample_is_the_plain_encoding():
+def test_a_larger_alpha_makes_unigram_samples_more_like_the_plain_encoding():
     vocabulary = vocabularies("unigram").src
     plain = vocabulary.encode(LINES + UNSEEN)
     assert vocabulary.sample(LINES + UNSEEN, 1e9, 5) == plain
@@ -452,13 +456,13 @@ def test_the_larger_alpha_the_more_a_unigram_sample_is_the_plain_encoding():
     assert num_same == sorted(num_same)
 
 
-def test_with_every_merge_left_out_there_are_only_characters():
+def test_bpe_sampling_with_alpha_1_gives_single_characters():
     vocabulary = vocabularies("bpe").src
     (ids,) = vocabulary.sample(["The dog"], 1.0, 5)
     assert vocabulary.pieces_of(ids) == [*"\u2581The\u2581dog"]
 
 
-def test_a_symbol_that_a_user_defined_stays_whole_whatever_is_left_out():
+def test_user_defined_symbols_stay_whole_when_all_merges_are_dropped():
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES * 20),
@@ -487,8 +491,8 @@ def test_a_symbol_that_a_user_defined_stays_whole_whatever_is_left_out():
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
-def test_unigram_draws_in_proportion_to_probabilities_to_the_power_of_alpha(alpha):
-    """All ways to cut a word that are pieces, found one by one: fewer than are asked for."""
+def test_unigram_segmentations_are_sampled_in_proportion_to_probability_to_the_power_alpha(alpha):
+    """Enumerate all segmentations of a word, fewer than the n-best list that is sampled from."""
     vocabulary, word, num_draws = vocabularies("unigram").src, "mother", 4000
     pieces = vocabulary.pieces_of(range(len(vocabulary)))
     score_of = {piece: vocabulary._processor.get_score(i) for i, piece in enumerate(pieces)}

@@ -1,7 +1,7 @@
-"""The loop that feeds a GPU, run on a CPU: it never waits, and changes nothing of what is trained.
+"""The asynchronous training loop, run on a CPU: no device synchronization, the same results.
 
-Tensors on PyTorch's meta device have shapes and no values, so that an update that reads a value of
-its device fails there.
+Tensors on PyTorch's meta device have shapes but no values, so an update that reads a value from
+the device fails there.
 """
 
 import importlib.machinery
@@ -41,12 +41,12 @@ META = torch.device("meta")
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
 
 
-def test_what_is_read_ahead_is_the_same_in_the_same_order() -> None:
+def test_prefetched_items_keep_their_values_and_order() -> None:
     assert list(read_ahead(iter(range(20)), 3)) == list(range(20))
     assert list(read_ahead(iter([]), 3)) == []
 
 
-def test_no_more_is_made_ahead_than_was_asked_for_and_all_of_it_in_one_other_thread() -> None:
+def test_prefetching_is_bounded_and_runs_in_one_other_thread_that_ends() -> None:
     made: list[int] = []
     threads = set()
 
@@ -65,7 +65,7 @@ def test_no_more_is_made_ahead_than_was_asked_for_and_all_of_it_in_one_other_thr
     assert not [own for own in threading.enumerate() if own.name.startswith("read-ahead")]
 
 
-def test_an_error_ahead_is_raised_after_all_that_came_before_it() -> None:
+def test_an_error_in_the_prefetch_thread_is_raised_after_the_earlier_items() -> None:
     def items() -> Iterator[int]:
         yield 1
         yield 2
@@ -77,7 +77,7 @@ def test_an_error_ahead_is_raised_after_all_that_came_before_it() -> None:
         next(ahead)
 
 
-def test_outcomes_are_read_once_in_order_and_the_last_ones_later() -> None:
+def test_pending_scalars_are_read_once_and_in_order() -> None:
     outcomes = AsyncScalars()
     for step in range(5):
         outcomes.add(step, 10 * step, 0.5, torch.tensor([1.0, step]))
@@ -89,7 +89,7 @@ def test_outcomes_are_read_once_in_order_and_the_last_ones_later() -> None:
 def trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, behind: int, ahead: int
 ) -> RunDir:
-    """Train for 12 updates, of which the third has a loss that is no number."""
+    """Train for 12 updates, of which the third has a NaN loss."""
     create, backward_update, read = (
         Trainer.__init__,
         Gradients.backward_update,
@@ -120,11 +120,11 @@ def trained(
         config = config_file.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
         run = prepared(config)
         trainer_module.train(config, run)
-    assert max(waiting) == (5 if behind else 1)  # it reads all when it logs, or saves
+    assert max(waiting) == (5 if behind else 1)  # logging and saving read all pending results
     return run
 
 
-def test_a_loop_that_runs_ahead_of_its_device_trains_logs_and_leaves_out_the_same(
+def test_asynchronous_training_has_the_same_weights_logs_and_skipped_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_task(tmp_path, reverse_task)
@@ -151,7 +151,7 @@ def test_a_loop_that_runs_ahead_of_its_device_trains_logs_and_leaves_out_the_sam
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """PyTorch's fused one takes no tensors without values."""
+    """A stand-in: PyTorch's fused optimizer refuses tensors without values."""
 
     def __init__(self, parameters: Any, **settings: Any) -> None:
         super().__init__(parameters, {})
@@ -160,7 +160,7 @@ class NoOptimizer(torch.optim.Optimizer):
         pass
 
 
-def test_an_update_never_waits_for_its_device(
+def test_an_update_never_synchronizes_with_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_task(tmp_path, reverse_task)
@@ -178,13 +178,11 @@ def test_an_update_never_waits_for_its_device(
             trainer.state.progress.step += 1
             trainer._report()
     assert len(trainer.pending.queue) == 3
-    with pytest.raises((RuntimeError, NotImplementedError)):  # to read does wait
+    with pytest.raises((RuntimeError, NotImplementedError)):  # reading synchronizes
         trainer._read_results()
 
 
-def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_disables_cudnn_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "is_own_process", lambda: True)
     torch.backends.cuda.enable_cudnn_sdp(True)
     config = config_file.load(write_task(tmp_path, reverse_task), [], str(tmp_path / "run"))
@@ -201,8 +199,8 @@ def small_model() -> Transformer:
     return Transformer(config, 50, 50)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler looks at its own
-def test_layers_compile_whole_and_seldom_anew_whatever_shapes_batches_have() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler reads .grad itself
+def test_layers_compile_without_graph_breaks_and_rarely_recompile_for_new_shapes() -> None:
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     model = small_model().to(META).train()
@@ -225,7 +223,7 @@ def test_layers_compile_whole_and_seldom_anew_whatever_shapes_batches_have() -> 
     torch.compiler.reset()
 
 
-def test_a_compiled_model_has_the_names_and_decodes_in_the_steps_of_any_other() -> None:
+def test_a_compiled_model_has_the_same_state_dict_keys_and_decoding_steps() -> None:
     plain, compiled = small_model().eval(), small_model().eval()
     compiled.load_state_dict(plain.state_dict())
     counter = CompileCounterWithBackend("eager")
@@ -240,7 +238,7 @@ def test_a_compiled_model_has_the_names_and_decodes_in_the_steps_of_any_other() 
     assert torch.equal(*found) and counter.frame_count == 0
 
 
-def test_another_formula_of_the_loss_is_asked_where_it_is_given() -> None:
+def test_a_custom_cross_entropy_function_is_called_when_given() -> None:
     asked = []
 
     def formula(*arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -269,7 +267,7 @@ def test_another_formula_of_the_loss_is_asked_where_it_is_given() -> None:
         ([], "cpu", True, ""),
     ],
 )
-def test_a_gpu_compiles_where_it_can_and_may_and_else_says_what_is_missing(
+def test_layers_are_compiled_on_a_supported_gpu_or_the_missing_requirement_is_printed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: list[str],
@@ -303,7 +301,7 @@ def test_a_gpu_compiles_where_it_can_and_may_and_else_says_what_is_missing(
         pass
 
 
-def test_what_the_compiler_leaves_out_is_said_once(
+def test_a_compilation_failure_is_printed_once_per_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
@@ -315,7 +313,7 @@ def test_what_the_compiler_leaves_out_is_said_once(
     config = config_file.load(write_task(tmp_path, reverse_task)).training
     arguments = (small_model(), torch.device("cuda"), config, SINGLE)
     with torch._dynamo.config.patch(suppress_errors=False):
-        for _ in range(2):  # of two trainings in a process, each says it
+        for _ in range(2):  # each of two trainings in a process prints it
             said = Said()
             compilation.compile_layers(*arguments, said.say)
             for layer in (torch.sin, torch.cos):
@@ -328,7 +326,7 @@ def test_what_the_compiler_leaves_out_is_said_once(
     assert "no assembler" not in capsys.readouterr().err
 
 
-def test_hints_of_the_compiler_for_its_developers_are_not_printed(
+def test_warnings_of_the_inductor_compiler_are_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Transformer, "compile_layers", lambda model: None)
@@ -345,7 +343,7 @@ def test_hints_of_the_compiler_for_its_developers_are_not_printed(
     assert [str(each.message) for each in caught] == ["of torch.nn.functional"]
 
 
-def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
+def test_a_gpu_named_by_index_becomes_the_current_cuda_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.device] = []

@@ -68,7 +68,7 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_gradient_of_an_update_is_that_of_one_process(
+def test_the_gradient_of_an_update_equals_that_of_one_process(
     source: Path,
     tmp_path: Path,
     ranks: Ranks,
@@ -87,7 +87,7 @@ def test_the_gradient_of_an_update_is_that_of_one_process(
         assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + bound / 1e3, name
 
 
-def test_gradients_that_travel_in_bfloat16_are_nearly_the_same(
+def test_gradients_exchanged_in_bfloat16_are_close_to_those_of_one_process(
     source: Path,
     tmp_path: Path,
     ranks: Ranks,
@@ -106,7 +106,7 @@ def test_gradients_that_travel_in_bfloat16_are_nearly_the_same(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 4, 6])
-def test_all_ranks_have_equally_many_shares_and_all_rows_once(
+def test_ranks_get_equally_many_micro_batches_and_each_row_once(
     source: Path, num_batches: int, num_ranks: int
 ) -> None:
     run = prepared(
@@ -127,7 +127,7 @@ def test_all_ranks_have_equally_many_shares_and_all_rows_once(
 
 
 def rows_of(parts: list[UpdateBatches]) -> list[list[int]]:
-    """Return the targets of all shares that count, in any order."""
+    """Return the sorted targets of all micro-batches that are not dummies."""
     return sorted(
         row[keep].tolist()
         for own in parts
@@ -137,7 +137,7 @@ def rows_of(parts: list[UpdateBatches]) -> list[list[int]]:
     )
 
 
-# whole trainings
+# complete trainings
 
 
 def losses(run: RunDir) -> list[float]:
@@ -154,7 +154,7 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (2, ["training.accumulate=4"]),  # with dropout: a batch drops the same, on any rank
+        (2, ["training.accumulate=4"]),  # with dropout: a batch has the same masks on any rank
         (4, [*PLAIN, "training.parallel=fsdp"]),
         (2, ["model.dropout=0.0", "training.accumulate=3"]),
         (2, ["training.accumulate=4", "training.consistency={}"]),
@@ -172,7 +172,7 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
         "muon",
     ],
 )
-def test_a_training_is_that_of_one_process_to_rounding(
+def test_training_on_several_ranks_equals_one_process_up_to_rounding(
     source: Path, tmp_path: Path, ranks: Ranks, size: int, settings: list[str]
 ) -> None:
     logged = [*settings, "training.log_every=1", "training.validate_every=6"]
@@ -189,7 +189,9 @@ def test_a_training_is_that_of_one_process_to_rounding(
         torch.cat([weight.flatten() for _, weight in sorted(load_file(own.model_path).items())])
         for own in (run, alone)
     )
-    assert float((ours - theirs).norm()) < 0.005 * float(theirs.norm())  # Adam enlarges rounding
+    assert float((ours - theirs).norm()) < 0.005 * float(
+        theirs.norm()
+    )  # Adam amplifies rounding errors
     assert "".join(ended.out) == "".join(ended.err[1:]) == ""
     (line,) = [line for line in ended.err[0].splitlines() if line.startswith("ranks ")]
     assert line.startswith(f"ranks    {size}, each with ")
@@ -199,7 +201,7 @@ def test_a_training_is_that_of_one_process_to_rounding(
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(4, "ddp"), (2, "fsdp")])
-def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_goes_on(
+def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_can_resume(
     source: Path, tmp_path: Path, ranks: Ranks, size: int, parallel: str
 ) -> None:
     settings = ["training.log_every=1", f"training.parallel={parallel}", "model.dropout=0.0"]
@@ -228,7 +230,7 @@ def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_goes_on(
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_rank_short_of_memory_halves_its_shares_alone_and_the_updates_stay_the_same(
+def test_one_rank_out_of_memory_halves_its_micro_batches_and_losses_stay_the_same(
     source: Path, tmp_path: Path, ranks: Ranks, first: int
 ) -> None:
     alone = train(source, *PLAIN, run=str(tmp_path / "alone"))
@@ -240,7 +242,7 @@ def test_a_rank_short_of_memory_halves_its_shares_alone_and_the_updates_stay_the
     assert losses(RunDir(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-4)
 
 
-def test_the_clock_of_the_first_rank_ends_the_training_of_all(
+def test_max_minutes_ends_the_training_of_all_ranks(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -253,7 +255,7 @@ def test_the_clock_of_the_first_rank_ends_the_training_of_all(
     assert progress.elapsed_s >= 1.2
 
 
-def test_memory_that_does_not_hold_a_share_of_a_sharded_model_is_an_error(
+def test_out_of_memory_with_fsdp_is_an_error_that_names_the_rank(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     command = ["train", str(source), *options(*PLAIN, "training.parallel=fsdp")]
@@ -265,7 +267,9 @@ def test_memory_that_does_not_hold_a_share_of_a_sharded_model_is_an_error(
     ]
 
 
-def test_one_process_says_what_it_does_not_heed(cli: Cli, source: Path, tmp_path: Path) -> None:
+def test_one_process_reports_settings_that_have_no_effect(
+    cli: Cli, source: Path, tmp_path: Path
+) -> None:
     settings = ["training.parallel=fsdp", "training.exchange=bfloat16", "training.max_steps=1"]
     outcome = cli("train", source, "--run", tmp_path / "run", *options(*settings))
     assert outcome.code == 0
@@ -275,7 +279,7 @@ def test_one_process_says_what_it_does_not_heed(cli: Cli, source: Path, tmp_path
     ]
 
 
-def test_no_rank_holds_all_weights_at_once_when_they_are_sharded(
+def test_no_fsdp_rank_holds_all_weights_at_once_except_to_write_checkpoints(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     settings = ["model.d_model=64", "model.d_ff=256", "model.num_encoder_layers=3"]
@@ -285,10 +289,10 @@ def test_no_rank_holds_all_weights_at_once_when_they_are_sharded(
     ended = ranks(2, measured, command, tmp_path)
     assert ended.codes == [0, 0], ended.err
     first, other = (json.loads((tmp_path / rank).read_text()) for rank in ("0", "1"))
-    assert first.pop("to_checkpoint") > 0.9  # which it writes
+    assert first.pop("to_checkpoint") > 0.9  # the first rank writes it
     for peaks in (first, other):
         assert peaks.keys() - {"to_checkpoint"} == {"_score", "finish"}
-        # 0.42 or 0.60, as the gathers of two layers overlap or not; all weights at once are 1.4
+        # 0.42 or 0.60, depending on whether the gathers of two layers overlap; all weights: 1.4
         assert all(0.01 < peak < 0.8 for peak in peaks.values()), (first, other)
 
 
@@ -296,7 +300,7 @@ def test_no_rank_holds_all_weights_at_once_when_they_are_sharded(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_one_rank_ends_all_with_one_message_that_names_it(
+def test_an_error_on_one_rank_ends_all_ranks_with_one_message_that_names_it(
     source: Path, tmp_path: Path, ranks: Ranks, rank: int
 ) -> None:
     command = ["train", str(source), "--run", str(tmp_path / "run")]
@@ -306,12 +310,12 @@ def test_an_error_on_one_rank_ends_all_with_one_message_that_names_it(
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_run_folder_that_not_all_ranks_see_is_one_message_at_once(
+def test_a_run_folder_that_not_all_ranks_see_is_reported_once(
     source: Path, tmp_path: Path, ranks: Ranks, is_old: bool
 ) -> None:
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-    if is_old:  # and is another one, of which the first rank knows nothing
+    if is_old:  # the second rank sees a run folder that the first does not see
         train(source, "training.max_steps=2", run=str(tmp_path / "1" / "run"))
         (tmp_path / "1" / "run" / "model.safetensors").unlink()
     own = ["train", str(source), "--run", "run"]
@@ -323,7 +327,7 @@ def test_a_run_folder_that_not_all_ranks_see_is_one_message_at_once(
     ]
 
 
-def test_an_error_of_mtrain_itself_keeps_its_traceback_and_names_the_rank(
+def test_an_unexpected_exception_keeps_its_traceback_and_names_the_rank(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     command = ["train", str(source), "--run", str(tmp_path / "run")]
@@ -334,7 +338,7 @@ def test_an_error_of_mtrain_itself_keeps_its_traceback_and_names_the_rank(
     assert "Traceback" not in ended.err[0]
 
 
-def test_when_a_rank_is_killed_the_others_end_with_one_message(
+def test_the_other_ranks_end_with_one_message_when_a_rank_is_killed(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     command = ["train", str(source), "--run", str(tmp_path / "run")]
@@ -361,7 +365,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message(
         ("data.max_tokens=2", "must have a pair that can be used, but all are dropped"),
     ],
 )
-def test_what_is_wrong_on_all_ranks_is_said_once_by_the_first(
+def test_an_error_on_all_ranks_is_reported_once_by_the_first_rank(
     source: Path, tmp_path: Path, ranks: Ranks, setting: str, message: str
 ) -> None:
     ended = ranks.mtrain(2, "train", source, "--run", tmp_path / "run", *options(setting))
@@ -371,7 +375,7 @@ def test_what_is_wrong_on_all_ranks_is_said_once_by_the_first(
     assert message in said
 
 
-def test_a_wrong_option_is_said_once(source: Path, ranks: Ranks) -> None:
+def test_an_unknown_option_is_reported_once(source: Path, ranks: Ranks) -> None:
     ended = ranks.mtrain(2, "train", source, "--no-such-option")
     assert ended.codes == [2, 2]
     assert ended.said == [
@@ -381,7 +385,7 @@ def test_a_wrong_option_is_said_once(source: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_what_is_asked_of_all_ranks_is_answered_by_the_first(ranks: Ranks, option: str) -> None:
+def test_version_and_help_are_printed_by_the_first_rank_only(ranks: Ranks, option: str) -> None:
     ended = ranks.mtrain(2, option)
     assert ended.codes == [0, 0]
     assert "mtrain" in ended.out[0]
@@ -396,7 +400,7 @@ def test_what_is_asked_of_all_ranks_is_answered_by_the_first(ranks: Ranks, optio
         (["translate", "RUN", "--engine", "ctranslate2"], "mtrain translate --engine ctranslate2"),
     ],
 )
-def test_what_one_process_does_is_refused_to_several(
+def test_single_process_commands_are_refused_under_torchrun(
     noisy: RunDir, ranks: Ranks, arguments: list[str], what: str
 ) -> None:
     own = [str(noisy.path) if part == "RUN" else part for part in arguments]
@@ -408,7 +412,7 @@ def test_what_one_process_does_is_refused_to_several(
     ]
 
 
-def test_ranks_that_do_not_meet_are_one_message(
+def test_a_failed_rendezvous_of_ranks_is_one_error_message(
     monkeypatch: pytest.MonkeyPatch, cli: Cli, source: Path
 ) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
@@ -427,7 +431,7 @@ def test_ranks_that_do_not_meet_are_one_message(
     )
 
 
-# translating
+# translation
 
 
 @pytest.fixture(scope="module")
@@ -447,7 +451,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--format", "tsv", "--sample", "--n-best", "3", "--seed", "4"],
     ],
 )
-def test_translations_are_the_bytes_of_one_process_with_as_many_threads(
+def test_translations_are_byte_identical_to_one_process_with_as_many_threads(
     cli: Cli,
     reverser: RunDir,
     back_run: Path,
@@ -472,7 +476,7 @@ def torch_threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_scores_are_those_of_one_process(
+def test_evaluation_output_equals_that_of_one_process(
     cli: Cli, trained: RunDir, tmp_path: Path, ranks: Ranks, text: Path
 ) -> None:
     run = RunDir(shutil.copytree(trained.path, tmp_path / "short"))
@@ -488,7 +492,9 @@ def test_scores_are_those_of_one_process(
         assert ended.err == [alone.err, "", ""]
 
 
-def test_a_line_that_is_too_long_ends_all_ranks(trained: RunDir, text: Path, ranks: Ranks) -> None:
+def test_a_too_long_line_with_on_long_error_ends_all_ranks_with_one_message(
+    trained: RunDir, text: Path, ranks: Ranks
+) -> None:
     ended = ranks.mtrain(2, "translate", trained.path, text, "--on-long", "error")
     assert ended.codes == [2, 2]
     (said,) = ended.said

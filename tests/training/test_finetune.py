@@ -1,4 +1,4 @@
-"""A training that begins with another run's weights: what it takes over, and what it refuses."""
+"""Fine-tuning with `training.init_from`: what is taken from the base run, and what is refused."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ __all__ = ["ranks"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run that others begin with. Tests only read it."""
+    """The run that others are fine-tuned from. Tests only read it."""
     tree = tiny_tree(tmp_path_factory.mktemp("base"))
     tree["tokenizer"] |= {"vocab_size": 290, "kind": "bpe"}
     tree["model"] |= {"d_ff": 48}
@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def tuned(base: RunDir, directory: Path) -> Tree:
-    """Return the config of a training on other text that says nothing of the model."""
+    """Return a fine-tuning config on other text, without its own model and tokenizer sections."""
     tree = tiny_tree(directory, reverse_task)
     del tree["tokenizer"], tree["model"]
     tree["training"]["init_from"] = str(base.path)
@@ -49,7 +49,7 @@ def lines(run: RunDir) -> list[Tree]:
     return [json.loads(line) for line in run.metrics_path.read_text("utf-8").splitlines()]
 
 
-def test_it_begins_with_the_weights_the_tokenizer_and_the_sizes_of_the_other_run(
+def test_fine_tuning_begins_with_the_weights_tokenizer_and_model_sizes_of_the_base_run(
     base: RunDir, tmp_path: Path
 ) -> None:
     config = mtrain.load_config(tuned(base, tmp_path))
@@ -63,7 +63,7 @@ def test_it_begins_with_the_weights_the_tokenizer_and_the_sizes_of_the_other_run
     with RunLog(run.metrics_path) as log:
         trainer = Trainer(config, run, log)
         trainer.resume()
-        trainer.resume()  # says it once, however often it begins
+        trainer.resume()  # logs init_from only once
     theirs = checkpoint.load_model(base.model_path, trainer.fingerprint)
     assert checkpoint.digest(dict(trainer.model.named_parameters())) == checkpoint.digest(theirs)
     assert lines(run) == [
@@ -75,7 +75,7 @@ def test_it_begins_with_the_weights_the_tokenizer_and_the_sizes_of_the_other_run
     ]
 
 
-def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
+def test_fine_tuning_with_a_tiny_lr_keeps_translations_and_the_model_card_names_the_base(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
     path = write_config(tmp_path / "config.yaml", tuned(base, tmp_path))
@@ -94,7 +94,7 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     assert cli("doctor", run.path).code == 0
 
 
-def test_it_goes_on_from_its_own_checkpoints_though_the_other_run_is_gone(
+def test_fine_tuning_resumes_identically_after_the_base_run_is_deleted(
     base: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
@@ -111,7 +111,7 @@ def test_it_goes_on_from_its_own_checkpoints_though_the_other_run_is_gone(
     assert sum("init_from" in line for line in lines(RunDir(stopped))) == 1
 
 
-def test_weights_that_changed_before_there_is_a_checkpoint_are_put_on_record(
+def test_base_weights_that_change_before_the_first_checkpoint_are_logged_again(
     base: RunDir, tmp_path: Path
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
@@ -132,7 +132,7 @@ def test_weights_that_changed_before_there_is_a_checkpoint_are_put_on_record(
     ("key", "wanted", "given"),
     [
         ("model.d_model", 16, 32),
-        ("model.d_ff", 48, 256),  # its default too, if it is given
+        ("model.d_ff", 48, 256),  # an explicit value is refused even if it is the default
         ("model.norm", "post", "pre"),
         ("model.num_encoder_layers", 1, 2),
         ("tokenizer.kind", "bpe", "unigram"),
@@ -140,7 +140,7 @@ def test_weights_that_changed_before_there_is_a_checkpoint_are_put_on_record(
         ("tokenizer.max_training_lines", 500_000, 10),
     ],
 )
-def test_a_key_that_contradicts_the_other_run_is_named(
+def test_a_key_that_contradicts_the_base_run_is_named(
     base: RunDir, tmp_path: Path, key: str, wanted: object, given: object
 ) -> None:
     with pytest.raises(mtrain.ConfigError) as error:
@@ -149,7 +149,7 @@ def test_a_key_that_contradicts_the_other_run_is_named(
     assert str(error.value) == said
 
 
-def test_a_run_that_cannot_be_begun_with_is_named(base: RunDir, tmp_path: Path) -> None:
+def test_an_invalid_base_run_is_named_in_the_error(base: RunDir, tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.yaml", tuned(base, tmp_path))
     for init_from, said in (
         ("absent", "`training.init_from`: absent: must be a run folder, but does not exist."),
@@ -160,9 +160,7 @@ def test_a_run_that_cannot_be_begun_with_is_named(base: RunDir, tmp_path: Path) 
         assert str(error.value).startswith(f"{path}: {said}")
 
 
-def test_another_beginning_for_a_run_that_has_begun_is_refused(
-    base: RunDir, tmp_path: Path
-) -> None:
+def test_changing_init_from_of_a_started_run_is_refused(base: RunDir, tmp_path: Path) -> None:
     tree = tuned(base, tmp_path)
     mtrain.train(tree)
     for now in (None, str(shutil.copytree(base.path, tmp_path / "copy"))):
@@ -175,7 +173,9 @@ def test_another_beginning_for_a_run_that_has_begun_is_refused(
         )
 
 
-def test_a_run_without_weights_is_refused_before_any_work(base: RunDir, tmp_path: Path) -> None:
+def test_a_base_run_without_weights_is_refused_before_the_run_folder_is_made(
+    base: RunDir, tmp_path: Path
+) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
     other.model_path.unlink()
     with pytest.raises(mtrain.RunError) as error:
@@ -186,7 +186,7 @@ def test_a_run_without_weights_is_refused_before_any_work(base: RunDir, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_are_missing_or_of_another_tokenizer_are_refused(
+def test_base_weights_that_are_missing_or_of_another_tokenizer_are_refused(
     base: RunDir, tmp_path: Path
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
@@ -223,7 +223,7 @@ def pairs_of(run: RunDir) -> set[tuple[bytes, bytes]]:
     }
 
 
-def test_a_replay_has_its_share_of_the_pairs_of_an_epoch(base: RunDir, tmp_path: Path) -> None:
+def test_replayed_pairs_have_their_share_of_each_epoch(base: RunDir, tmp_path: Path) -> None:
     run, alone = (
         prepared(mtrain.load_config(tree))
         for tree in (replaying(base, tmp_path), tuned(base, tmp_path / "alone"))
@@ -246,7 +246,7 @@ def test_a_replay_has_its_share_of_the_pairs_of_an_epoch(base: RunDir, tmp_path:
     assert not damaged_files(run)
 
 
-def test_ranks_replay_what_one_process_does(base: RunDir, tmp_path: Path) -> None:
+def test_two_ranks_get_the_batches_of_one_process_with_replay(base: RunDir, tmp_path: Path) -> None:
     run = prepared(mtrain.load_config(replaying(base, tmp_path)))
     tokenizer = sentencepiece.load(run.tokenizer_dir)
     whole = TrainingData(run.data_dir, tokenizer, seed=1).updates(
@@ -267,10 +267,10 @@ def test_ranks_replay_what_one_process_does(base: RunDir, tmp_path: Path) -> Non
 
 
 @needs_fork_server
-def test_a_training_with_a_replay_on_two_ranks_is_that_of_one_process_to_rounding(
+def test_training_with_replay_on_two_ranks_equals_one_process_up_to_rounding(
     base: RunDir, tmp_path: Path, ranks: Ranks
 ) -> None:
-    """Another share of replayed pairs is another training."""
+    """A different `training.replay` gives different losses."""
     path = write_config(tmp_path / "config.yaml", replaying(base, tmp_path))
     settings = ["training.max_steps=8", "training.log_every=1", "training.precision=float32"]
     settings += ["model.dropout=0.0"]
@@ -286,7 +286,7 @@ def test_a_training_with_a_replay_on_two_ranks_is_that_of_one_process_to_roundin
     assert losses[2] != pytest.approx(losses[0], rel=1e-2)
 
 
-def test_a_training_with_a_replay_goes_on_exactly_though_the_other_run_is_gone(
+def test_training_with_replay_resumes_identically_after_the_base_run_is_deleted(
     cli: Cli, base: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
@@ -317,7 +317,7 @@ def test_a_training_with_a_replay_goes_on_exactly_though_the_other_run_is_gone(
     )
 
 
-def test_what_cannot_be_replayed_is_said_before_any_work(base: RunDir, tmp_path: Path) -> None:
+def test_invalid_replay_settings_are_errors(base: RunDir, tmp_path: Path) -> None:
     with pytest.raises(mtrain.ConfigError) as error:
         mtrain.load_config(tiny_tree(tmp_path), ["training.replay=0.2"])
     assert str(error.value) == (
@@ -342,7 +342,9 @@ def test_what_cannot_be_replayed_is_said_before_any_work(base: RunDir, tmp_path:
         mtrain.train(replaying(spoiled, tmp_path))
 
 
-def test_test_sets_that_are_replayed_are_named(cli: Cli, base: RunDir, tmp_path: Path) -> None:
+def test_test_sets_that_occur_in_replayed_pairs_are_named(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
     tree = replaying(base, tmp_path)
     tree["data"]["tests"] = {"leak": base.config.data.train.model_dump()}
     outcome = cli("tokenize", write_config(tmp_path / "config.yaml", tree))
@@ -351,10 +353,10 @@ def test_test_sets_that_are_replayed_are_named(cli: Cli, base: RunDir, tmp_path:
     assert "occur in the training pairs; its scores will be too high" in outcome.err
 
 
-def test_the_test_sets_of_both_runs_are_scored_before_and_after(
+def test_the_test_sets_of_both_runs_are_scored_before_and_after_fine_tuning(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
-    """Those with the same content once, whatever their names; the same in training and `eval`."""
+    """Test sets with the same content are scored once; `train` and `eval` print the same table."""
     tree = tuned(base, tmp_path)
     tree["data"]["tests"] = {
         "same": base.config.data.tests["held_out"].model_dump(),
@@ -386,10 +388,10 @@ def test_the_test_sets_of_both_runs_are_scored_before_and_after(
 
 
 @needs_fork_server
-def test_json_and_several_ranks_have_the_scores_before_and_after(
+def test_json_output_and_two_ranks_have_the_scores_before_and_after_fine_tuning(
     cli: Cli, base: RunDir, tmp_path: Path, ranks: Ranks
 ) -> None:
-    """With `--json`, each test set has those of the table, and the other run's is one more."""
+    """`--json` has the scores of the table, and the base run's test set as an additional one."""
     path = write_config(tmp_path / "config.yaml", tuned(base, tmp_path))
     assert cli("train", path, "--set", "training.max_steps=120").code == 0
     run = tmp_path / "run"
@@ -429,7 +431,7 @@ def sides(tree: Tree, name: str) -> list[str]:
     return [corpus["src"][0], "--ref", corpus["tgt"][0]]
 
 
-def test_a_test_set_of_the_other_run_with_a_name_of_this_one_says_whose_it_is(
+def test_a_test_set_with_the_same_name_in_both_runs_is_labelled_with_the_base_run(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
     outcome = cli("train", write_config(tmp_path / "config.yaml", tuned(base, tmp_path)))
@@ -438,7 +440,7 @@ def test_a_test_set_of_the_other_run_with_a_name_of_this_one_says_whose_it_is(
     assert [line.split("  ")[0] for line in table] == ["held_out", f"held_out of {base.path}"]
 
 
-def test_a_run_whose_beginning_is_gone_is_scored_alone(
+def test_a_run_without_its_base_run_is_scored_alone_with_a_warning(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))

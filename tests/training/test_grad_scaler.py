@@ -24,7 +24,7 @@ def scaler_at(scale: float, growth_tracker: int = 0) -> GradScaler:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_float16_is_scaled(dtype: torch.dtype) -> None:
+def test_float32_and_bfloat16_are_not_scaled(dtype: torch.dtype) -> None:
     scaler = GradScaler(dtype)
     scaler.restore(8.0, 0)
     assert (scaler.is_enabled, scaler.scale) == (False, 1)
@@ -32,11 +32,11 @@ def test_only_float16_is_scaled(dtype: torch.dtype) -> None:
     assert (scaler.scale, scaler.growth_tracker) == (1, 0)
 
 
-def test_a_training_that_goes_on_goes_on_with_its_factor() -> None:
+def test_a_restored_loss_scale_is_kept_and_zero_gives_the_initial_scale() -> None:
     assert (scaler_at(0.0).scale, scaler_at(1.0).scale) == (2**16, 1)
 
 
-def test_the_factor_is_halved_at_once_and_doubled_after_long() -> None:
+def test_the_loss_scale_halves_after_each_overflow_and_doubles_after_2000_finite_updates() -> None:
     scaler = scaler_at(8.0, growth_tracker=1998)
     factors = []
     for is_finite in (True, True, False, False, False, False):
@@ -47,7 +47,7 @@ def test_the_factor_is_halved_at_once_and_doubled_after_long() -> None:
     assert (scaler.scale, scaler.growth_tracker) == (1, 0)
 
 
-def test_the_factor_has_a_limit() -> None:
+def test_the_loss_scale_has_an_upper_limit() -> None:
     scaler = scaler_at(2.0**24, growth_tracker=1999)
     scaler.update(is_finite=True)
     assert scaler.scale == 2**24
@@ -59,7 +59,7 @@ def trainer_of(tmp_path: Path, log: RunLog, *settings: str) -> Trainer:
     return Trainer(config, prepared(config), log)
 
 
-def test_a_scaled_gradient_is_that_of_float32_once_the_factor_is_taken_out(tmp_path: Path) -> None:
+def test_an_unscaled_float16_gradient_is_close_to_that_of_float32(tmp_path: Path) -> None:
     grads = {}
     with RunLog(tmp_path / "metrics.jsonl") as log:
         for precision, factor in (("float32", 1.0), ("float16", 4096.0)):
@@ -74,7 +74,7 @@ def test_a_scaled_gradient_is_that_of_float32_once_the_factor_is_taken_out(tmp_p
         assert float((exact - short).norm()) < 0.02 * float(exact.norm()) + 1e-6
 
 
-def test_without_the_factor_float16_loses_small_gradients(tmp_path: Path) -> None:
+def test_without_loss_scaling_small_float16_gradients_underflow_to_zero(tmp_path: Path) -> None:
     kept = {}
     with RunLog(tmp_path / "metrics.jsonl") as log:
         for factor in (1.0, 2.0**16):
@@ -87,7 +87,7 @@ def test_without_the_factor_float16_loses_small_gradients(tmp_path: Path) -> Non
     assert kept[1.0] < 0.9 * kept[2.0**16]
 
 
-def test_a_factor_that_is_too_large_costs_updates_and_the_training_learns(
+def test_a_too_large_initial_loss_scale_skips_updates_and_the_training_still_learns(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gradients, "INITIAL_SCALE", 2.0**24)

@@ -1,4 +1,4 @@
-"""Hold the loss to torch's cross-entropy over the tokens that are kept."""
+"""The loss equals torch's cross-entropy over the kept tokens."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def problem(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_torchs_cross_entropy_summed_over_kept_tokens(smoothing):
+def test_the_loss_equals_torch_cross_entropy_summed_over_kept_tokens(smoothing):
     states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([4, 1, 3])
     result = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, smoothing)
     grads = torch.autograd.grad(result.loss, [states_BTD, weight_VD])
@@ -43,8 +43,8 @@ def test_the_loss_is_torchs_cross_entropy_summed_over_kept_tokens(smoothing):
     torch.testing.assert_close(grads, expected_grads)
 
 
-def test_label_smoothing_is_the_cross_entropy_to_a_spread_target_written_out():
-    """A share of the target goes to every piece of the vocabulary alike (section 5.4)."""
+def test_label_smoothing_equals_cross_entropy_with_a_smoothed_target_distribution():
+    """The smoothing mass is spread evenly over the vocabulary (section 5.4)."""
     smoothing = 0.3
     states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([3, 2])
     result = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, smoothing)
@@ -71,8 +71,8 @@ def test_label_smoothing_is_the_cross_entropy_to_a_spread_target_written_out():
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
-def test_the_smoothed_loss_is_least_where_the_model_gives_the_spread_target(smoothing):
-    """Not at certainty: there the loss is larger, and its gradient pulls back."""
+def test_the_smoothed_loss_is_minimal_at_the_smoothed_target_distribution(smoothing):
+    """A more confident distribution has a larger loss."""
     target_V = torch.full((NUM_PIECES,), smoothing / NUM_PIECES, dtype=torch.float64)
     target_V[2] += 1 - smoothing
     keep_BT, tgt_out_BT = left_keep([1]), torch.tensor([[2]])
@@ -91,12 +91,12 @@ def test_the_smoothed_loss_is_least_where_the_model_gives_the_spread_target(smoo
     assert loss_of(surer_V).item() > entropy
 
 
-def test_the_loss_counts_its_tokens():
+def test_the_loss_counts_the_kept_tokens():
     assert label_smoothed(*problem([4, 1, 3]), 0.1).num_tokens == 8
 
 
 @pytest.mark.parametrize("lengths", [[4, 1, 3], [2, 2], [1], [40, 3, 17]])
-def test_the_loss_is_the_same_where_the_number_of_tokens_is_known(lengths):
+def test_the_loss_is_the_same_when_the_token_count_is_passed(lengths):
     inputs = problem(lengths)
     found = label_smoothed(*inputs, 0.1)
     known = label_smoothed(*inputs, 0.1, sum(lengths))
@@ -120,7 +120,7 @@ def test_padding_tokens_have_no_influence():
     assert after.nll.item() == before.nll.item()
 
 
-def test_two_half_batches_sum_to_the_whole():
+def test_losses_and_gradients_of_two_half_batches_sum_to_those_of_the_batch():
     states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([4, 1, 3, 2])
     whole = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, 0.1)
     whole_grads = torch.autograd.grad(whole.loss, [states_BTD, weight_VD])
@@ -140,8 +140,8 @@ def test_the_loss_without_smoothing_is_the_nll():
     assert result.loss.item() == pytest.approx(result.nll.item(), rel=1e-12)
 
 
-def test_validation_makes_no_gradient_of_the_output_weights(monkeypatch):
-    # two of the three matrix products of the loss serve the gradient alone
+def test_the_loss_under_no_grad_computes_only_one_matrix_product(monkeypatch):
+    # two of the three matrix products of the loss are needed only for the gradient
     products = []
     plain_mm = torch.mm
 
@@ -168,7 +168,7 @@ def a_batch() -> Batch:
 def two_passes(
     model: Transformer, batch: Batch, keeps: list[Tensor], weight: float, smoothing: float
 ) -> Tensor:
-    """Write the loss out: the second pass has rows of the embeddings multiplied by a mask."""
+    """Compute the loss by its formula: the second pass multiplies embeddings by a mask."""
 
     def log_probs(masks: list[Tensor]) -> Tensor:
         tables = (model.src_embedding, model.tgt_embedding)
@@ -193,7 +193,7 @@ def two_passes(
 
 
 @pytest.mark.parametrize("tie", ["none", "all"])
-def test_consistency_is_the_divergence_from_a_pass_without_some_embeddings(monkeypatch, tie):
+def test_consistency_equals_the_kl_divergence_from_a_pass_with_dropped_embeddings(monkeypatch, tie):
     torch.manual_seed(3)
     model, batch = transformer(model_config(tie_embeddings=tie)).train(), a_batch()
     keeps = [torch.rand(ids.shape) > 0.3 for ids in (batch.src_BS, batch.tgt_in_BT)]
@@ -210,13 +210,13 @@ def test_consistency_is_the_divergence_from_a_pass_without_some_embeddings(monke
     torch.testing.assert_close(grads, expected_grads)
 
 
-def test_a_model_that_does_not_train_has_the_cross_entropy_alone():
+def test_consistency_adds_nothing_in_eval_mode():
     model, batch = transformer(model_config(dropout=0.2)), a_batch()
     plain = TrainingConfig()
     assert loss_of(model, batch, SIMCUT).loss == loss_of(model, batch, plain).loss
 
 
-def test_without_a_cutoff_only_dropout_tells_both_passes_apart():
+def test_consistency_without_cutoff_and_dropout_adds_nothing():
     config, batch = TrainingConfig(consistency=ConsistencyConfig(cutoff=0)), a_batch()
     still, dropping = (transformer(model_config(dropout=rate)).train() for rate in (0.0, 0.2))
     plain = loss_of(still, batch, TrainingConfig()).loss
@@ -229,7 +229,7 @@ def test_without_a_cutoff_only_dropout_tells_both_passes_apart():
     assert two.loss.item() > two.nll.item() > 0
 
 
-def test_the_cutoff_follows_from_the_seed_and_has_its_rate():
+def test_the_cutoff_mask_follows_from_the_seed_and_has_the_given_rate():
     masks = []
     for seed in (1, 1, 2):
         with dropout_seeds(seed):

@@ -1,4 +1,4 @@
-"""Hold Muon on stacks of matrices to PyTorch's, one matrix after another."""
+"""Muon on stacked matrices matches PyTorch's Muon, which updates one matrix at a time."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def set_grads(parameters: list[nn.Parameter], step: int) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_stacked_matrices_are_updated_as_pytorchs_muon_updates_each(weight_decay: float) -> None:
+def test_batched_muon_updates_match_torch_muon(weight_decay: float) -> None:
     ours, theirs = matrices(), matrices()
     muon = BatchedMuon(ours, weight_decay)
     muon.param_groups[0]["lr"] = LR
@@ -45,7 +45,7 @@ def test_stacked_matrices_are_updated_as_pytorchs_muon_updates_each(weight_decay
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_update_that_is_not_finite_changes_neither_weights_nor_momentum(bad: float) -> None:
+def test_a_non_finite_update_changes_neither_weights_nor_momentum(bad: float) -> None:
     parameters = matrices()
     muon = BatchedMuon(parameters, weight_decay=0.1)
     muon.param_groups[0]["lr"] = LR
@@ -66,10 +66,10 @@ def test_an_update_that_is_not_finite_changes_neither_weights_nor_momentum(bad: 
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_an_update_whose_finite_check_is_not_read_equals_one_whose_check_is(
+def test_a_step_that_does_not_read_found_inf_equals_one_that_does(
     weight_decay: float,
 ) -> None:
-    """A GPU's check is not read; the arithmetic skips the update."""
+    """On a GPU, `found_inf` is not read; tensor operations with it skip the update."""
     read, unread = matrices(), matrices()
     muons = [BatchedMuon(parameters, weight_decay) for parameters in (read, unread)]
     for step, is_bad in enumerate([False, True, False]):
@@ -88,7 +88,7 @@ def test_an_update_whose_finite_check_is_not_read_equals_one_whose_check_is(
             assert torch.equal(*(state["momentum_buffer"] for state in states))
 
 
-def test_a_step_without_a_finite_check_is_one_that_found_nothing() -> None:
+def test_a_step_with_found_inf_none_equals_one_with_found_inf_zero() -> None:
     ours, others = matrices(), matrices()
     for parameters, found_inf in ((ours, None), (others, torch.zeros(()))):
         muon = BatchedMuon(parameters, weight_decay=0.1)
@@ -99,7 +99,7 @@ def test_a_step_without_a_finite_check_is_one_that_found_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (16, 16)])
-def test_all_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int]) -> None:
     rng = torch.Generator().manual_seed(0)
     stack: Tensor = torch.randn(3, *shape, generator=rng)
     values = torch.linalg.svdvals(orthogonalised(stack).float())
@@ -108,7 +108,7 @@ def test_all_singular_values_become_about_one(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("tie", ["all", "decoder", "none"])
-def test_muon_gets_the_weights_of_linear_maps_and_no_embedding(tie: str) -> None:
+def test_muon_gets_the_weights_of_linear_layers_and_no_embedding(tie: str) -> None:
     model = transformer(model_config(tie_embeddings=tie, positions="learned", max_positions=9))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen = [names[id(weight)] for weight in linear_weights(model)]

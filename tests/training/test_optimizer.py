@@ -1,4 +1,4 @@
-"""Hold Adam to PyTorch's, bit for bit, and to what it is for: a start without the compiler."""
+"""Adam equals PyTorch's AdamW bit for bit, and does not import PyTorch's compiler."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from mtrain.training.optimizer import Adam
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_an_update_is_that_of_pytorch_bit_for_bit(weight_decay: float) -> None:
+def test_adam_equals_torch_adamw_bit_for_bit(weight_decay: float) -> None:
     def trained(kind: type[torch.optim.AdamW]) -> nn.Linear:
         torch.manual_seed(1)
         layer = nn.Linear(5, 3)
@@ -34,8 +34,8 @@ def test_an_update_is_that_of_pytorch_bit_for_bit(weight_decay: float) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_a_training_does_not_import_the_compiler(tmp_path: Path, optimizer: str) -> None:
-    """`torch._dynamo` and all that it imports take a second."""
+def test_training_does_not_import_torch_dynamo(tmp_path: Path, optimizer: str) -> None:
+    """Importing `torch._dynamo` takes a second."""
     config_path = write_task(tmp_path)
     settings = ["training.max_steps=2", f"training.optimizer={optimizer}"]
     arguments = [

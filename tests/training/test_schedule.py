@@ -1,4 +1,4 @@
-"""Hold the schedules to their formulas, their ends and their peaks."""
+"""The learning rate schedules: their formulas, peaks and final values."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def config(schedule: str, warmup_steps: int, lr: float = 0.003) -> TrainingConfi
 
 
 def rates(schedule: str, warmup_steps: int, num_steps: int) -> list[float]:
-    """The rates of a whole training of `num_steps` updates."""
+    """Return the learning rates of a training of `num_steps` updates."""
     settings_ = config(schedule, warmup_steps)
     return [
         learning_rate(settings_, D_MODEL, step, (step - 1) / num_steps)
@@ -44,21 +44,21 @@ def peak(settings_: TrainingConfig, d_model: int) -> float:
 
 
 @pytest.mark.parametrize("step", [1, 2, 100, 3999, 4000, 4001, 100_000])
-def test_noam_is_the_papers_formula(step):
+def test_noam_equals_the_formula_of_the_paper(step):
     papers = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
     assert noam(step, 4000, 512) == pytest.approx(papers, rel=1e-14)
     of_config = learning_rate(config("noam", 4000, lr=2.0), 512, step, 0.9)
     assert of_config == pytest.approx(2.0 * papers, rel=1e-14)
 
 
-def test_noam_of_the_papers_base_model_peaks_at_seven_ten_thousandths():
+def test_noam_of_the_base_model_peaks_at_7e_minus_4_after_4000_steps():
     every = [noam(step, 4000, 512) for step in range(1, 12_001)]
     assert every.index(max(every)) + 1 == 4000
     assert max(every) == pytest.approx((512 * 4000) ** -0.5, rel=1e-14)
     assert max(every) == pytest.approx(7e-4, rel=0.01)
 
 
-def test_inverse_sqrt_peaks_at_the_end_of_the_warmup_with_lr():
+def test_inverse_sqrt_peaks_at_lr_at_the_end_of_the_warmup():
     every = rates("inverse_sqrt", 50, 300)
     assert every.index(max(every)) + 1 == 50
     assert max(every) == pytest.approx(0.003, rel=1e-14)
@@ -67,14 +67,14 @@ def test_inverse_sqrt_peaks_at_the_end_of_the_warmup_with_lr():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_schedule_jumps(schedule):
+def test_no_schedule_changes_by_more_than_one_warmup_step_per_update(schedule):
     every = rates(schedule, 50, 300)
     jumps = [abs(after - before) for before, after in itertools.pairwise(every)]
     assert max(jumps) <= 1.001 * peak(config(schedule, 50), D_MODEL) / 50
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_rises_to_one_top_and_falls(schedule):
+def test_every_schedule_rises_to_one_peak_and_falls(schedule):
     every = rates(schedule, 50, 300)
     top = every.index(max(every))
     assert every[: top + 1] == sorted(every[: top + 1])
@@ -82,21 +82,21 @@ def test_every_schedule_rises_to_one_top_and_falls(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_warmup_is_a_straight_line(schedule):
+def test_the_warmup_is_linear(schedule):
     every = [learning_rate(config(schedule, 50), D_MODEL, step, 0.0) for step in range(1, 51)]
     for step, rate in enumerate(every, start=1):
         assert rate == pytest.approx(every[0] * step, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_linear_and_cosine_go_from_lr_to_zero_with_the_budget(schedule):
+def test_linear_and_cosine_decay_from_lr_to_zero_over_the_budget(schedule):
     settings_ = config(schedule, 10)
     assert learning_rate(settings_, D_MODEL, 10, 0.0) == pytest.approx(0.003, rel=1e-14)
     assert learning_rate(settings_, D_MODEL, 500, 0.5) == pytest.approx(0.003 / 2, rel=1e-12)
     assert learning_rate(settings_, D_MODEL, 1000, 1.0) == pytest.approx(0.0, abs=1e-18)
 
 
-def test_linear_and_cosine_are_their_formulas_between():
+def test_linear_and_cosine_equal_their_formulas():
     for spent in (0.1, 0.25, 0.8):
         line = learning_rate(config("linear", 0), D_MODEL, 7, spent)
         assert line == pytest.approx(0.003 * (1 - spent), rel=1e-12)
@@ -112,7 +112,7 @@ def test_without_warmup_the_first_rate_is_the_highest(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_budget_that_is_overdrawn_leaves_a_rate_of_zero(schedule):
+def test_the_rate_is_zero_after_the_budget_is_exceeded(schedule):
     assert learning_rate(config(schedule, 0), D_MODEL, 7, 1.2) == pytest.approx(0, abs=1e-18)
 
 
@@ -133,7 +133,7 @@ def test_a_rate_is_never_negative_and_never_above_the_peak(
     assert 0 <= rate <= peak(settings_, d_model) * (1 + 1e-12)
 
 
-def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_path):
+def test_trainer_updates_equal_the_written_out_adam_and_noam_formulas(tmp_path):
     """Adam (Kingma and Ba 2015, algorithm 1) on the gradients that the trainer saw, in float64."""
     betas, eps, warmup_steps, factor, limit = (0.9, 0.98), 1e-9, 3, 2.0, 0.5
     settings_ = ["schedule=noam", f"lr={factor}", f"warmup_steps={warmup_steps}", f"eps={eps}"]

@@ -1,4 +1,4 @@
-"""Training on synthetic corpora: the tag, the end of their use, and the tokenizer without them."""
+"""Training on synthetic corpora: their tag, their `until`, and tokenizers trained without them."""
 
 import gzip
 import json
@@ -69,7 +69,7 @@ def sources(data: TrainingData, num_batches: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_the_tag_stands_before_each_source_of_its_corpus_and_no_other(
+def test_the_tag_is_put_before_each_source_of_its_corpus_and_no_other(
     tree: Tree, tmp_path: Path, alpha: float
 ) -> None:
     tree["tokenizer"]["sampling_alpha"] = alpha
@@ -86,7 +86,9 @@ def test_the_tag_stands_before_each_source_of_its_corpus_and_no_other(
     assert 0.4 < num_tagged / len(all_sources) < 0.6
 
 
-def test_no_text_makes_the_tag_and_no_search_writes_it(tree: Tree, tmp_path: Path) -> None:
+def test_no_text_is_encoded_to_the_tag_and_decoding_never_generates_it(
+    tree: Tree, tmp_path: Path
+) -> None:
     run = train(write_config(tmp_path / "config.yaml", tree))
     tokenizer = sentencepiece.load(run.tokenizer_dir)
     ((name, tag),) = tokenizer.src.tags.items()
@@ -116,10 +118,10 @@ def test_the_tokenizer_does_not_learn_from_synthetic_pairs_unless_they_are_named
     assert sentencepiece.load(run.tokenizer_dir).src.unknown(ALIEN) == []
 
 
-def test_synthetic_pairs_do_not_count_as_usual_lengths_and_copies(
+def test_synthetic_pairs_change_only_the_longest_source_in_the_length_statistics(
     tree: Tree, tmp_path: Path
 ) -> None:
-    """Some targets are twice as long as their sources, and the others copies."""
+    """Some targets are twice as long as their sources, and others are copies."""
     pairs = [(pair.src, f"{pair.tgt} {pair.tgt}") for pair in reverse_task(150, 7)]
     pairs += [(pair.src, pair.src) for pair in reverse_task(149, 8)]
     pairs.append((" ".join(pair.src for pair in reverse_task(9, 9)), "ba"))
@@ -139,7 +141,7 @@ def test_synthetic_pairs_do_not_count_as_usual_lengths_and_copies(
     assert both == real._replace(longest_src=both.longest_src)
 
 
-def test_synthetic_pairs_count_as_usual_where_there_are_no_others() -> None:
+def test_length_statistics_use_synthetic_pairs_if_there_are_no_real_ones() -> None:
     corpora = [NamedCorpus("data.train", SyntheticCorpus(synthetic="bt"))]
     parts = [encode.PartStats(0, 4, 1, [(2, 4, 3), (5, 5, 1)])]
     assert encode.corpus_stats(parts, corpora) == CorpusStats(5, 1.0, 2.0, 0.25)
@@ -167,7 +169,7 @@ def test_a_corpus_is_used_until_its_share_of_the_budget_is_spent(
 
 
 @pytest.mark.parametrize("step", [5, 6, 7])
-def test_a_training_that_is_stopped_about_the_end_of_a_corpus_ends_as_another(
+def test_training_stopped_near_the_end_of_a_corpus_resumes_identically(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     path = write_config(tmp_path / "config.yaml", tree)
@@ -180,7 +182,7 @@ def test_a_training_that_is_stopped_about_the_end_of_a_corpus_ends_as_another(
     assert timeless(stopped) == timeless(straight)
 
 
-def test_the_doctor_repeats_a_training_by_the_clock_with_a_corpus_that_ends(
+def test_doctor_replay_reproduces_a_time_limited_training_with_a_corpus_that_ends(
     tree: Tree, tmp_path: Path
 ) -> None:
     tree["training"] |= {"max_minutes": 1000, "save_every": 4}
@@ -245,7 +247,7 @@ def wrong(tree: Tree, change: str) -> None:
         ),
     ],
 )
-def test_a_mistake_in_the_config_is_one_line(
+def test_an_invalid_config_of_a_synthetic_corpus_is_an_error(
     tree: Tree, tmp_path: Path, change: str, said: str
 ) -> None:
     wrong(tree, change)
@@ -264,7 +266,7 @@ def test_a_mistake_in_the_config_is_one_line(
         ("{}", "has another one"),
     ],
 )
-def test_a_folder_that_is_not_finished_is_refused(
+def test_an_unfinished_synthetic_corpus_folder_is_refused(
     tree: Tree, tmp_path: Path, damage: str | None, said: str
 ) -> None:
     directory = Path(tree["data"]["train"][1]["synthetic"])
@@ -279,7 +281,7 @@ def test_a_folder_that_is_not_finished_is_refused(
     )
 
 
-def test_a_run_whose_tokenizer_lacks_the_tag_is_refused(tree: Tree, tmp_path: Path) -> None:
+def test_a_tag_that_the_tokenizer_of_the_run_lacks_is_refused(tree: Tree, tmp_path: Path) -> None:
     path = write_config(tmp_path / "config.yaml", tree)
     config = config_file.load(path)
     run = prepared(config)

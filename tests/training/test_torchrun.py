@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torchrun(
     launch: list[str], source: Path, run: RunDir, *settings: str
 ) -> Iterator[ForkedProcess]:
-    """Start the training of a config; nothing of it outlives the test."""
+    """Start `mtrain train` under torchrun; at the end, kill all its processes."""
     command = ["torchrun", *launch, "-m", "--", "mtrain", "train", str(source)]
     command += ["--run", str(run.path)]
     command += [part for setting in settings for part in ("--set", setting)]
@@ -56,7 +56,7 @@ def torchrun(
 
 
 def workers(agent: ForkedProcess) -> dict[int, int]:
-    """Return the processes that an agent has started, by their rank."""
+    """Return the process ids that an agent has started, by their rank."""
     found = {}
     try:
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text()
@@ -71,7 +71,7 @@ def workers(agent: ForkedProcess) -> dict[int, int]:
 
 
 def read_until(agent: ForkedProcess, start: str) -> list[str]:
-    """Return what is said up to the first line that starts so."""
+    """Return the lines of stderr up to the first that starts with `start`."""
     assert agent.stderr is not None
     said = []
     for line in agent.stderr:
@@ -82,7 +82,7 @@ def read_until(agent: ForkedProcess, start: str) -> list[str]:
 
 
 def rest_of(agent: ForkedProcess) -> list[str]:
-    """Return what is said until an agent has ended, and in mtrain's name."""
+    """Wait for an agent to end; return the remaining lines of stderr that mtrain printed."""
     assert agent.stderr is not None
     err = agent.stderr.read()
     agent.wait()
@@ -97,7 +97,7 @@ def free_port() -> int:
         return port
 
 
-def test_after_a_kill_torchrun_restarts_and_the_training_ends_as_if_nothing_had_happened(
+def test_training_restarted_by_torchrun_after_a_kill_equals_uninterrupted_training(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     settings = [*OFTEN, "training.max_steps=40", "training.validate_every=20"]
@@ -115,7 +115,9 @@ def test_after_a_kill_torchrun_restarts_and_the_training_ends_as_if_nothing_had_
     assert timeless(run) == timeless(straight)
 
 
-def test_sigterm_to_torchrun_saves_and_one_process_goes_on(source: Path, tmp_path: Path) -> None:
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_one_process_resumes(
+    source: Path, tmp_path: Path
+) -> None:
     run = RunDir(tmp_path / "run")
     with torchrun(ALONE, source, run, *ENDLESS, "training.log_every=1") as agent:
         read_until(agent, "step 3,")
@@ -130,7 +132,9 @@ def test_sigterm_to_torchrun_saves_and_one_process_goes_on(source: Path, tmp_pat
     assert [line["step"] for line in step_lines(run)] == list(range(1, step + 3))
 
 
-def test_the_last_words_of_torchrun_repeat_what_is_wrong(source: Path, tmp_path: Path) -> None:
+def test_the_failure_report_of_torchrun_repeats_the_error_message(
+    source: Path, tmp_path: Path
+) -> None:
     with torchrun(ALONE, source, RunDir(tmp_path / "run"), "model.d_modl=8") as agent:
         assert agent.stderr is not None
         err = agent.stderr.read()
@@ -147,7 +151,9 @@ def two_nodes() -> list[str]:
     return ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two", endpoint]
 
 
-def test_two_machines_train_as_one(source: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_two_nodes_with_one_rank_each_equal_one_node_with_two_ranks(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
     run, together, launch = RunDir(tmp_path / "run"), RunDir(tmp_path / "together"), two_nodes()
     with torchrun(launch, source, run) as one, torchrun(launch, source, run) as other:
         said = [rest_of(agent) for agent in (one, other)]
@@ -157,7 +163,7 @@ def test_two_machines_train_as_one(source: Path, tmp_path: Path, ranks: Ranks) -
     assert timeless(run) == timeless(together)
 
 
-def test_when_a_rank_of_one_machine_is_killed_the_other_machine_ends_soon_with_a_message(
+def test_when_the_rank_of_one_node_is_killed_both_nodes_end_with_one_message(
     source: Path, tmp_path: Path
 ) -> None:
     run, launch = RunDir(tmp_path / "run"), two_nodes()

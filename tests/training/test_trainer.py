@@ -1,4 +1,4 @@
-"""Training learns, repeats itself bit for bit, and goes on from where it stopped."""
+"""Training learns, is reproducible bit for bit, and resumes where it stopped."""
 
 import errno
 import hashlib
@@ -78,7 +78,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(source: Path) -> RunDir:
-    """Twelve updates without a stop. Tests only read it."""
+    """Twelve updates without interruption. Tests only read it."""
     return train(source, run=str(source.parent / "straight"))
 
 
@@ -98,7 +98,7 @@ def contents(run: RunDir) -> dict[str, bytes]:
     return {path.relative_to(run.path).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_the_loss_falls_and_its_lines_say_how(source: Path, tmp_path: Path) -> None:
+def test_training_and_validation_losses_decrease(source: Path, tmp_path: Path) -> None:
     run = train(source, "training.max_steps=60", "training.patience=99", run=str(tmp_path / "run"))
     losses = [line["loss"] for line in step_lines(run)]
     assert len(losses) == 30
@@ -122,7 +122,7 @@ def test_metrics_have_exactly_the_documented_keys(straight: RunDir) -> None:
         assert line["grad_norm"] > 0
 
 
-def test_a_target_without_spaces_is_validated_by_characters_and_the_header_says_so(
+def test_thai_is_validated_with_bleu_of_characters_and_the_header_says_so(
     cli: Cli, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = tmp_path / "th"
@@ -141,7 +141,7 @@ def test_without_label_smoothing_the_loss_is_the_nll(source: Path, tmp_path: Pat
     assert [line["loss"] for line in step_lines(run)] == [line["nll"] for line in step_lines(run)]
 
 
-def test_the_same_config_and_seed_give_the_same_bytes(
+def test_the_same_config_and_seed_give_identical_weights_and_metrics(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     again = train(source, run=str(tmp_path / "again"))
@@ -149,7 +149,7 @@ def test_the_same_config_and_seed_give_the_same_bytes(
     assert timeless(again) == timeless(straight)
 
 
-def test_the_same_weights_are_always_the_same_file(straight: RunDir, tmp_path: Path) -> None:
+def test_saving_the_same_weights_gives_the_same_bytes(straight: RunDir, tmp_path: Path) -> None:
     tensors = load_file(straight.model_path)
     files = set()
     for _ in range(16):
@@ -158,13 +158,15 @@ def test_the_same_weights_are_always_the_same_file(straight: RunDir, tmp_path: P
     assert len(files) == 1
 
 
-def test_another_seed_gives_other_weights(source: Path, straight: RunDir, tmp_path: Path) -> None:
+def test_a_different_seed_gives_different_weights(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
     other = train(source, "seed=2", run=str(tmp_path / "other"))
     assert weights(other) != weights(straight)
 
 
 @pytest.mark.parametrize("step", [4, 8])
-def test_training_that_stopped_and_went_on_equals_training_that_did_not(
+def test_resumed_training_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path, step: int
 ) -> None:
     run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), step)
@@ -172,7 +174,7 @@ def test_training_that_stopped_and_went_on_equals_training_that_did_not(
     assert timeless(run) == timeless(straight)
 
 
-def test_a_stop_in_the_second_epoch_changes_nothing(
+def test_resuming_in_a_later_epoch_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     longer = ["training.max_steps=32", "training.validate_every=16"]
@@ -184,7 +186,7 @@ def test_a_stop_in_the_second_epoch_changes_nothing(
     assert timeless(run) == timeless(whole)
 
 
-def test_a_stop_between_micro_batches_of_an_epoch_changes_nothing(
+def test_resuming_with_gradient_accumulation_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     twice = ["training.accumulate=2", "training.schedule=noam", "training.lr=1"]
@@ -194,7 +196,7 @@ def test_a_stop_between_micro_batches_of_an_epoch_changes_nothing(
     assert timeless(run) == timeless(whole)
 
 
-def test_a_stop_with_sampled_segmentations_changes_nothing(
+def test_resuming_with_sampled_segmentations_gives_the_uninterrupted_weights(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     sampled = ["tokenizer.sampling_alpha=0.3"]
@@ -204,7 +206,7 @@ def test_a_stop_with_sampled_segmentations_changes_nothing(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_stop_with_a_consistency_loss_changes_nothing(
+def test_resuming_with_a_consistency_loss_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, num_threads: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
@@ -217,7 +219,7 @@ def test_a_stop_with_a_consistency_loss_changes_nothing(
     assert all(line["loss"] > line["nll"] for line in step_lines(whole))
 
 
-def test_a_stop_with_muon_changes_nothing(
+def test_resuming_with_muon_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     muon = ["training.optimizer=muon", "training.weight_decay=0.01"]
@@ -228,7 +230,7 @@ def test_a_stop_with_muon_changes_nothing(
 
 
 @pytest.mark.parametrize(("before", "now"), [("adam", "muon"), ("muon", "adam")])
-def test_another_optimizer_than_that_of_the_checkpoint_is_refused(
+def test_resuming_with_a_different_optimizer_is_refused(
     cli: Cli, source: Path, tmp_path: Path, before: str, now: str
 ) -> None:
     run = train(source, f"training.optimizer={before}", run=str(tmp_path / "run"))
@@ -250,7 +252,7 @@ def test_another_optimizer_than_that_of_the_checkpoint_is_refused(
     )
 
 
-def test_segmentations_are_sampled_alike_in_the_process_that_goes_on(
+def test_resuming_in_a_new_process_samples_the_same_segmentations(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     sampled = ["tokenizer.sampling_alpha=0.3", "training.max_steps=6"]
@@ -264,7 +266,7 @@ def test_segmentations_are_sampled_alike_in_the_process_that_goes_on(
     assert weights(run) == weights(whole)
 
 
-def test_a_stop_off_the_grid_of_checkpoints_does_not_change_the_average(
+def test_a_stop_between_checkpoint_steps_does_not_change_the_average(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     averaging = ["training.average=3"]
@@ -284,7 +286,7 @@ def test_a_stop_between_two_logged_steps_does_not_change_the_metrics(
     assert timeless(run) == timeless(whole)
 
 
-def test_training_that_died_goes_on_from_its_last_checkpoint(
+def test_training_resumes_from_its_last_checkpoint_after_an_exception(
     monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     def died(trainer: Trainer) -> None:
@@ -304,7 +306,7 @@ def test_training_that_died_goes_on_from_its_last_checkpoint(
     assert timeless(run) == timeless(straight)
 
 
-def test_training_that_died_before_its_first_checkpoint_logs_no_step_twice(
+def test_a_restart_before_the_first_checkpoint_logs_no_step_twice(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     run = prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
@@ -314,7 +316,7 @@ def test_training_that_died_before_its_first_checkpoint_logs_no_step_twice(
     assert timeless(run) == timeless(straight)
 
 
-def test_a_metrics_line_that_was_cut_off_does_not_stop_resuming(
+def test_a_truncated_metrics_line_does_not_prevent_resuming(
     monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     stop_at(monkeypatch, 4)
@@ -327,9 +329,7 @@ def test_a_metrics_line_that_was_cut_off_does_not_stop_resuming(
     assert timeless(run) == timeless(straight)
 
 
-def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
-    source: Path, tmp_path: Path
-) -> None:
+def test_two_micro_batches_give_the_same_update_as_one_batch(source: Path, tmp_path: Path) -> None:
     config = config_file.load(source, SGD_LIKE, str(tmp_path / "run"))
     run = prepared(config)
     vocabulary = sentencepiece.load(run.tokenizer_dir)
@@ -400,14 +400,14 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def total(parts: list[GradientPart]) -> list[torch.Tensor]:
-    """Return loss, nll and gradients of all parts together."""
+    """Return the summed loss, nll and gradients of all parts."""
     sums = [sum(part.sums.loss for part in parts).detach(), sum(part.sums.nll for part in parts)]
     return sums + [sum(grads) for grads in zip(*(part.grads for part in parts), strict=True)]
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
+def test_the_gradient_of_a_batch_split_over_threads_equals_that_of_the_batch(
     source: Path, tmp_path: Path, in_threads: list[int], dtype: torch.dtype, norm: str
 ) -> None:
     config = config_file.load(source, (*SGD_LIKE, f"model.norm={norm}"), str(tmp_path / "run"))
@@ -427,7 +427,7 @@ def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
         assert float((mine - whole).norm()) <= bound * float(whole.norm()) + 1e-12
 
 
-def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
+def test_bfloat16_gradients_of_each_weight_are_close_to_those_of_float32(
     source: Path, tmp_path: Path
 ) -> None:
     config = config_file.load(source, SGD_LIKE, str(tmp_path / "run"))
@@ -447,7 +447,7 @@ def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_the_same_number_of_threads_gives_the_same_bytes_also_after_a_stop(
+def test_the_same_number_of_threads_gives_identical_weights_even_after_resuming(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -463,7 +463,7 @@ def test_the_same_number_of_threads_gives_the_same_bytes_also_after_a_stop(
     assert timeless(again) == timeless(first) == timeless(stopped)
 
 
-def test_threads_drop_different_elements_and_others_at_the_next_update(
+def test_dropout_seeds_differ_by_thread_and_update_and_follow_from_the_seed(
     source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
     config = config_file.load(source, (), str(tmp_path / "run"))
@@ -497,7 +497,7 @@ def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
             assert {task.num_tokens for task in tasks} == {7}
 
 
-def test_an_error_in_a_thread_comes_out_with_its_traceback_and_no_thread_stays(
+def test_an_error_in_a_gradient_thread_is_raised_with_traceback_and_all_threads_end(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
     def broken(gradients: Gradients, batch: Batch) -> LossSum:
@@ -515,7 +515,7 @@ def test_an_error_in_a_thread_comes_out_with_its_traceback_and_no_thread_stays(
     assert torch.get_num_threads() == 3
 
 
-def test_the_header_counts_the_threads(
+def test_the_header_prints_the_number_of_threads(
     cli: Cli, source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
     outcome = cli("train", source, "--run", tmp_path / "run", "--set", "training.max_steps=1")
@@ -526,7 +526,7 @@ def test_the_header_counts_the_threads(
     )
 
 
-def test_a_run_that_reached_its_target_is_left_as_it_is(
+def test_training_a_finished_run_again_leaves_it_unchanged(
     cli: Cli, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -575,7 +575,7 @@ def test_a_finished_model_without_checkpoints_is_not_replaced(
         assert weights(run) == weights(straight)
 
 
-def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
+def test_raising_max_steps_equals_training_with_the_higher_value_from_the_start(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     longer = "training.max_steps=16"
@@ -588,7 +588,7 @@ def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
     assert run.config.training.max_steps == 16
 
 
-def test_a_stop_after_the_last_update_of_a_higher_target_does_not_leave_the_old_weights(
+def test_a_stop_after_the_last_step_of_raised_max_steps_does_not_leave_the_old_weights(
     monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     longer = "training.max_steps=16"
@@ -606,7 +606,7 @@ def test_a_stop_after_the_last_update_of_a_higher_target_does_not_leave_the_old_
     assert contents(run) == before
 
 
-def test_what_changed_in_the_config_is_said_and_kept(
+def test_config_changes_are_printed_and_logged(
     source: Path, straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -625,7 +625,7 @@ def test_what_changed_in_the_config_is_said_and_kept(
     assert set(line["changed_config"]) == {"seed", "training.max_steps", "training.betas"}
 
 
-def test_corpora_that_changed_are_kept_on_record_once(
+def test_changed_corpus_files_are_logged_once_per_change(
     tmp_path: Path,
 ) -> None:
     source = write_task(tmp_path)
@@ -646,7 +646,7 @@ def test_corpora_that_changed_are_kept_on_record_once(
     assert [line["step"] for line in step_lines(run)] == [2, 4, 6, 8]
 
 
-def test_a_target_below_a_stop_without_validation_still_gives_a_model(
+def test_lowering_max_steps_below_an_unvalidated_stop_still_gives_a_model(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     stop_at(monkeypatch, 3)
@@ -657,11 +657,11 @@ def test_a_target_below_a_stop_without_validation_still_gives_a_model(
 
 
 def no_better(trainer: Trainer) -> trainer_module.Validation:
-    """Pretend that the first validation was the best."""
+    """Return a BLEU that falls with each step, so that the first validation is the best."""
     return trainer_module.Validation(1.0, 1.0, 50.0 - trainer.state.progress.step)
 
 
-def test_training_stops_when_patience_is_lost(
+def test_training_stops_when_patience_is_exhausted(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Trainer, "_score", no_better)
@@ -674,7 +674,7 @@ def test_training_stops_when_patience_is_lost(
     assert all(torch.equal(final[name], best[name]) for name in best)
 
 
-def test_a_run_that_lost_patience_says_which_key_lets_it_go_on(
+def test_a_run_stopped_by_patience_names_the_key_that_lets_it_resume(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -703,7 +703,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(
     assert [path.name for path in run.checkpoints_dir.iterdir() if path.name[0] == "."] == []
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_said_once_and_the_training_goes_on(
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_once_and_training_continues(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     straight: RunDir,
@@ -733,7 +733,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_once_and_the_training_
     assert not list(run.checkpoints_dir.glob(".*"))
 
 
-def test_at_the_end_the_size_of_the_run_folder_is_said(
+def test_the_size_of_the_run_folder_is_printed_at_the_end(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(source, run=str(tmp_path / "run"))
@@ -745,7 +745,9 @@ def test_at_the_end_the_size_of_the_run_folder_is_said(
     )
 
 
-def test_checkpoints_are_saved_between_validations_when_asked(source: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_between_validations_with_save_every(
+    source: Path, tmp_path: Path
+) -> None:
     every = ["training.save_every=3", "training.validate_every=12", "training.keep_last=9"]
     run = train(source, *every, run=str(tmp_path / "run"))
     assert set(checkpoint.steps(run.checkpoints_dir)) == {3, 6, 9, 12}
@@ -783,7 +785,7 @@ def test_the_final_weights_are_the_best_checkpoint_if_the_average_is_worse(
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_where_the_bleu_is_noise_the_loss_decides_between_the_average_and_the_best(
+def test_with_low_bleu_the_validation_loss_chooses_the_best_checkpoint_over_the_average(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -826,7 +828,7 @@ def test_the_average_can_be_of_the_best_checkpoints(
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
 
 
-def test_averaging_more_of_the_best_than_were_kept_takes_those_that_are_there(
+def test_averaging_more_best_checkpoints_than_exist_does_not_fail(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -837,7 +839,7 @@ def test_averaging_more_of_the_best_than_were_kept_takes_those_that_are_there(
     assert max(checkpoint.steps(run.checkpoints_dir)) == 16
 
 
-def test_minutes_end_the_training_and_the_learning_rate_falls_with_them(
+def test_max_minutes_ends_the_training_and_sets_the_decay_of_the_learning_rate(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     clock = iter(x / 10 for x in range(10**6))
@@ -853,7 +855,7 @@ def test_minutes_end_the_training_and_the_learning_rate_falls_with_them(
     assert run.model_path.exists()
 
 
-def test_minutes_of_an_earlier_part_count(
+def test_time_before_a_stop_counts_toward_max_minutes(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     clock = iter(float(x) for x in range(10**6))
@@ -868,7 +870,7 @@ def test_minutes_of_an_earlier_part_count(
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kernels", ["plain", "compiled"])
-def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
+def test_a_non_finite_loss_ends_the_training_without_model_or_checkpoint(
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
@@ -888,7 +890,7 @@ def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> None:
-    """Let one number of the gradient be no number at some steps."""
+    """Set one element of the gradient to `value`, NaN or infinity, at the given steps."""
     make = Trainer._update
 
     def spoilt(trainer: Trainer, batches: UpdateBatches) -> None:
@@ -907,7 +909,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_an_update_that_is_not_finite_is_left_out_counted_and_said(
+def test_a_non_finite_update_is_skipped_counted_and_reported(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -934,7 +936,7 @@ def test_an_update_that_is_not_finite_is_left_out_counted_and_said(
     )
 
 
-def test_a_stop_beside_an_update_that_was_left_out_changes_nothing(
+def test_resuming_between_skipped_updates_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     spoil(monkeypatch, {5, 7}, float("nan"))
@@ -944,7 +946,7 @@ def test_a_stop_beside_an_update_that_was_left_out_changes_nothing(
     assert timeless(run) == timeless(whole)
 
 
-def test_ten_updates_left_out_in_a_row_stop_the_run_and_keep_its_last_checkpoint(
+def test_ten_skipped_updates_in_a_row_end_the_run_and_keep_its_last_checkpoint(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     spoil(monkeypatch, {3, *range(6, 30)}, float("nan"))
@@ -963,7 +965,7 @@ def test_ten_updates_left_out_in_a_row_stop_the_run_and_keep_its_last_checkpoint
     ("setting", "key", "old"),
     [("model.d_ff=64", "d_ff", "32"), ("model.norm=pre", "norm", "'post'")],
 )
-def test_another_model_is_refused_once_there_are_checkpoints(
+def test_a_changed_model_config_is_refused_once_there_are_checkpoints(
     source: Path, straight: RunDir, tmp_path: Path, setting: str, key: str, old: str
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -978,7 +980,7 @@ def test_another_model_is_refused_once_there_are_checkpoints(
     assert contents(run) == before
 
 
-def test_another_model_is_welcome_before_there_are_checkpoints(
+def test_a_changed_model_config_is_accepted_before_there_are_checkpoints(
     source: Path, tmp_path: Path
 ) -> None:
     prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
@@ -986,7 +988,7 @@ def test_another_model_is_welcome_before_there_are_checkpoints(
     assert run.config.model.d_ff == 64
 
 
-def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path: Path) -> None:
+def test_an_unknown_device_is_refused(cli: Cli, source: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     outcome = cli("train", source, "--run", run, "--set", "training.device=tpu")
     assert outcome.code == 2
@@ -1009,7 +1011,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
+def test_a_damaged_checkpoint_is_named_and_training_resumes_from_the_one_before(
     source: Path,
     straight: RunDir,
     tmp_path: Path,
@@ -1027,7 +1029,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     said = capsys.readouterr().err
     named = (
         part if part != "checkpoint.json" or damage != "flipped" else ""
-    )  # whose checksum it was
+    )  # it may be reported as a wrong checksum of another file
     assert f"{newest / named}" in said
     assert "The checkpoint before it is taken." in said
     assert f"resuming from {run.checkpoints_dir / 'step-00000008'}" in said
@@ -1037,7 +1039,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     assert max(checkpoint.steps(run.checkpoints_dir)) == 12
 
 
-def test_without_a_whole_checkpoint_nothing_is_changed(
+def test_without_an_undamaged_checkpoint_resuming_fails_and_changes_nothing(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -1068,7 +1070,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
     assert "the average of 2 checkpoints" in said
 
 
-def test_without_a_whole_validated_checkpoint_there_are_no_final_weights(
+def test_without_an_undamaged_validated_checkpoint_there_are_no_final_weights(
     source: Path, tmp_path: Path
 ) -> None:
     settings = ["training.save_every=2", "training.keep_last=9", "training.keep_best=9"]
@@ -1088,10 +1090,10 @@ def test_without_a_whole_validated_checkpoint_there_are_no_final_weights(
     )
 
 
-def test_all_ranks_take_the_checkpoints_that_the_first_has_found(
+def test_all_ranks_use_the_checkpoints_that_the_first_rank_found(
     straight: RunDir, tmp_path: Path
 ) -> None:
-    """To another rank a disk of the network may show other files, or none."""
+    """On a network disk, another rank may see other files, or none."""
 
     class Rank(ProcessGroup):
         size = 2
@@ -1122,7 +1124,7 @@ def test_all_ranks_take_the_checkpoints_that_the_first_has_found(
     assert not sent
 
 
-def test_a_run_folder_that_takes_no_lock_is_refused_as_every_file_that_cannot_be_written(
+def test_a_lock_file_that_cannot_be_written_is_an_error(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
@@ -1139,7 +1141,7 @@ def test_a_run_folder_that_takes_no_lock_is_refused_as_every_file_that_cannot_be
     )
 
 
-def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died(
+def test_a_second_training_is_refused_only_while_the_first_process_runs(
     source: Path, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -1166,10 +1168,10 @@ def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died
     "name",
     ["tokenizer/shared.model", "data/train-00000.arrow", "data/dropped.json", "data/valid.src"],
 )
-def test_a_part_of_the_run_folder_that_is_gone_is_named_with_advice_that_helps(
+def test_a_missing_file_of_the_run_folder_is_named_without_advice_to_tokenize(
     source: Path, straight: RunDir, tmp_path: Path, name: str
 ) -> None:
-    """The data folder is there, so that `mtrain tokenize` would say that all is done."""
+    """The data folder exists, so `mtrain tokenize` would do nothing."""
     run = RunDir(tmp_path / "run")
     shutil.copytree(straight.path, run.path)
     (run.path / name).unlink()
@@ -1179,7 +1181,7 @@ def test_a_part_of_the_run_folder_that_is_gone_is_named_with_advice_that_helps(
     assert "mtrain tokenize" not in str(error.value)
 
 
-def test_the_header_says_what_is_about_to_be_trained(
+def test_the_header_prints_model_vocabulary_stopping_rules_examples_and_pairs(
     cli: Cli, source: Path, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -1197,7 +1199,7 @@ def test_the_header_says_what_is_about_to_be_trained(
 
 
 @pytest.mark.parametrize("num_examples", [0, 1, 5])
-def test_each_validation_shows_other_examples_until_all_were_shown(
+def test_each_validation_prints_different_examples_until_all_were_printed(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -1221,7 +1223,7 @@ def test_each_validation_shows_other_examples_until_all_were_shown(
 
 
 @pytest.mark.parametrize("is_ignored", [True, False])
-def test_a_model_that_ignores_its_source_is_said_once_it_should_have_learned_it(
+def test_a_model_that_ignores_its_source_is_warned_about_in_later_validations(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
@@ -1244,9 +1246,7 @@ def test_a_model_that_ignores_its_source_is_said_once_it_should_have_learned_it(
     assert starts == ([f"{name}{what}" for name in names] if is_ignored else [])
 
 
-def test_examples_of_an_early_model_are_cut_for_the_screen(
-    cli: Cli, source: Path, tmp_path: Path
-) -> None:
+def test_long_lines_of_examples_are_truncated(cli: Cli, source: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load(source.read_text())
     for side in ("src", "tgt"):
         line = "ba " * 70
@@ -1261,7 +1261,7 @@ def test_examples_of_an_early_model_are_cut_for_the_screen(
     assert sources == ["  source       " + ("ba " * 70)[:142] + "..."] * 3
 
 
-def test_at_a_terminal_a_bar_says_step_loss_speed_rate_and_time_left(
+def test_the_progress_bar_shows_step_loss_speed_learning_rate_and_time_left(
     source: Path, tmp_path: Path
 ) -> None:
     shown = at_a_terminal("train", source, "--run", tmp_path / "run")
@@ -1276,7 +1276,7 @@ def test_at_a_terminal_a_bar_says_step_loss_speed_rate_and_time_left(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_a_signal_saves_and_the_same_command_goes_on(
+def test_a_signal_saves_a_checkpoint_and_training_resumes_from_it(
     source: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -1300,8 +1300,10 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert [line["step"] for line in step_lines(run)] == list(range(1, step + 3))
 
 
-def test_a_terminal_that_is_closed_costs_no_update(source: Path, tmp_path: Path) -> None:
-    """The terminal is gone when the signal comes: nothing can be written there any more."""
+def test_training_saves_a_checkpoint_when_its_terminal_is_closed(
+    source: Path, tmp_path: Path
+) -> None:
+    """The terminal is gone when the signal arrives, so nothing can be written to it."""
     run = RunDir(tmp_path / "run")
     command = ["train", source, "--run", run.path]
     command += ["--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
@@ -1333,7 +1335,7 @@ def test_under_nohup_a_hangup_does_not_stop_the_training(
 
 
 def signalled_twice(source: Path, run: str, number: int) -> None:
-    """Do what `mtrain train` does, with two signals in the middle of its third update."""
+    """Run `mtrain train`, which receives two signals during its third update."""
     update = Trainer._update
 
     def interrupted(trainer: Trainer, batches: UpdateBatches) -> None:
@@ -1357,13 +1359,13 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(
 
 
 @needs_fork_server
-def test_a_terminal_that_hangs_up_twice_costs_no_update(source: Path, tmp_path: Path) -> None:
+def test_two_hangup_signals_still_save_the_current_update(source: Path, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     assert run_in_child(signalled_twice, source, str(run.path), signal.SIGHUP) == 129
     assert max(checkpoint.steps(run.checkpoints_dir)) == 3
 
 
-def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
+def test_tokens_before_a_stop_count_for_the_loss_but_not_for_the_speed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = 100.0
