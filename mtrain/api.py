@@ -312,11 +312,11 @@ def _before_and_after(run: RunDir, device: str) -> Iterator[str]:
     from mtrain.evaluation.report import before_and_after_table
     from mtrain.run.load_model import LoadOptions
 
-    def load_run(run_dir: RunDir) -> Translator:
-        options = replace(DecodingOptions.from_config(run_dir.config), with_scores=False)
-        return translating.load(run_dir, options, LoadOptions(device))
+    def load_runs(runs: Sequence[RunDir]) -> Translator:
+        options = replace(DecodingOptions.from_config(runs[0].config), with_scores=False)
+        return translating.load(runs, options, LoadOptions(device))
 
-    reports = evaluation.before_and_after(run, load_run, _log_warning, ScoringOptions())
+    reports = evaluation.before_and_after(run, load_runs, _log_warning, ScoringOptions())
     yield from before_and_after_table(reports)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +35,7 @@ def evaluate(
     comet: options.CometOption = None,
     resamples: options.ResamplesOption = None,
     compare: options.CompareOption = None,
+    ensemble: options.EnsembleOption = False,
     details: options.DetailsOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     score: Annotated[
@@ -49,6 +50,7 @@ def evaluate(
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = "auto",
     shortlist: options.ShortlistOption = None,
+    mbr: options.MbrOption = None,
     rerank_with: options.RerankWithOption = None,
     rerank_weight: options.RerankWeightOption = None,
 ) -> None:
@@ -60,13 +62,14 @@ def evaluate(
     """
     refs, compared_paths = refs or [], compare or []
     console.check_outputs(output, read=[*compared_paths, *refs, *([src] if src else [])])
-    _check_text(src, refs, tests)
-    search_options = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
+    _check_inputs(runs, ensemble, src, refs, tests)
+    search_options: dict[str, Any] = {"beam": beam, "early_stop": early_stop, "mbr": mbr}
+    search_options |= {"no_repeat_ngram": no_repeat_ngram}
     if score:
         unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
         unused |= {"lowercase": lowercase or None, "json": json or None, "rerank_with": rerank_with}
-        _check_score(search_options | unused, runs, refs)
+        _check_score(search_options | unused, runs[:1] if ensemble else runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import evaluation
@@ -74,32 +77,29 @@ def evaluate(
     from mtrain.run.load_model import LoadOptions
 
     weight = options.weight_of_reverse(rerank_with, rerank_weight, beam)
-    changes: dict[str, Any] = search_options | {
-        "length_alpha": length_alpha,
-        "rerank_weight": weight,
-    }
+    changes = search_options | {"length_alpha": length_alpha, "rerank_weight": weight}
     changes |= {"shortlist": shortlist, "batch_tokens": batch_tokens, "with_scores": False}
     folders, names = [RunDir(run) for run in runs], _names(tests)
     reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
 
-        def load(run: RunDir) -> Translator:
-            decoding = DecodingOptions.from_config(run.config)
-            return translating.load(run, replace(decoding, **options.given(changes)), loading)
+        def load(system: Sequence[RunDir]) -> Translator:
+            decoding = DecodingOptions.from_config(system[0].config)
+            return translating.load(system, replace(decoding, **options.given(changes)), loading)
 
         _check_shortlist(shortlist, beam, [*runs, *compared_paths])
         text = _read_text(src, refs, folders[0], process_group)
         if score:
             tests_read = text or evaluation.read_tests(folders[0], names)
-            lines = evaluation.reference_scores(load(folders[0]), tests_read)
+            lines = evaluation.reference_scores(load(folders), tests_read)
         else:
             scoring_args: dict[str, Any] = {"metrics": _names(metrics), "num_resamples": resamples}
             scoring_args["comet"] = _comet_model(comet, device, process_group)
             scoring = ScoringOptions(tokenize, lowercase, **options.given(scoring_args))
             plan = evaluation.EvaluationPlan(
                 *(folders, compared_paths, names, scoring, details, text),
-                *(loading.products, shortlist, rerank_with, weight),
+                *(loading.products, shortlist, mbr, rerank_with, weight, ensemble),
             )
             lines = _lines(plan, load, json, process_group)
         console.put(lines, output) if process_group.is_first else list(lines)
@@ -107,7 +107,7 @@ def evaluate(
 
 def _lines(
     plan: EvaluationPlan,
-    load: Callable[[RunDir], Translator],
+    load: Callable[[Sequence[RunDir]], Translator],
     is_json: bool,
     process_group: ProcessGroup,
 ) -> Iterator[str]:
@@ -142,8 +142,12 @@ def _comet_model(path: Path | None, device: str, process_group: ProcessGroup) ->
     return CometModel(path, int(pick_device(device).type == "cuda"))
 
 
-def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:
-    """Refuse a text without references, references without a text, and test sets beside it."""
+def _check_inputs(
+    runs: list[Path], is_ensemble: bool, src: Path | None, refs: list[Path], tests: str | None
+) -> None:
+    """Refuse an ensemble of one run, a text without references, and test sets beside a text."""
+    if is_ensemble and len(runs) == 1:
+        raise ConfigError("`--ensemble` must have two runs or more, but has 1 instead.")
     options.require("--src", {} if src else {"ref": refs or None})
     options.require("--ref", {} if refs else {"src": src})
     options.refuse("--src", {"tests": tests} if src else {})

@@ -174,13 +174,16 @@ EvalArguments = Annotated[
     list[Path],
     typer.Argument(
         metavar="RUN",
-        help="A run folder, or several of other seeds, for a mean and a deviation.",
+        help="A run folder, or several: a mean and a deviation, or with --ensemble one system.",
         show_default=False,
     ),
 ]
 TokenizeOption = Annotated[
     str | None,
     typer.Option(help="sacreBLEU's: 13a, intl, char, ...; by target language if absent."),
+]
+EnsembleOption = Annotated[
+    bool, typer.Option("--ensemble", help="Translate with all runs together, as one system.")
 ]
 DetailsOption = Annotated[
     bool, typer.Option("--details", help="By length, by rare words, and the best and worst lines.")

@@ -72,25 +72,33 @@ class TestReport:
 class EvaluationPlan:
     """What to evaluate."""
 
-    runs: list[RunDir]  # one, or several of different seeds
-    others: list[Path]  # what a single run is compared with: runs and files of translations
+    runs: list[RunDir]  # one, or several of different seeds, or of an ensemble
+    others: list[Path]  # what the first system is compared with: runs, files of translations
     names: Sequence[str] | None  # the test sets; None for all of the first run
     options: ScoringOptions
     with_details: bool = False  # whether scores are broken down
     text: Mapping[str, TestSet] | None = None  # test sets from files, instead of the runs'
     precision: str = "float32"  # of matrix products in the runs' translation
     shortlist: str | None = None  # of the runs' translation
+    mbr: str | None = None  # `--mbr`, if it is given
     rerank_with: Path | None = None  # the run of the other direction, for reranking
     rerank_weight: float | None = None  # of that run
+    is_ensemble: bool = False  # whether the runs translate together, as the first system
 
     def __post_init__(self) -> None:
-        if self.others and len(self.runs) > 1:
+        if self.others and len(self.systems) > 1:
             raise ConfigError(f"`--compare` must have one run, but has {len(self.runs)} instead.")
         if self.others and self.options.num_resamples == 0:
             raise ConfigError("`--resamples` must be > 0 with `--compare`, but is 0 instead.")
         num_refs = max((len(test.refs) for test in (self.text or {}).values()), default=1)
         if self.options.comet is not None and num_refs > 1:
             raise ConfigError(f"`--comet` must have one `--ref`, but has {num_refs} instead.")
+
+    @property
+    def systems(self) -> dict[str, list[RunDir]]:
+        """The runs that each system translates with; the name of an ensemble is all its paths."""
+        systems = [self.runs] if self.is_ensemble else [[run] for run in self.runs]
+        return {" + ".join(str(run.path) for run in system): system for system in systems}
 
 
 def read_files(src: Path, refs: Sequence[Path]) -> dict[str, TestSet]:
@@ -179,7 +187,7 @@ def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> It
 
 def evaluate_systems(
     plan: EvaluationPlan,
-    load: Callable[[RunDir], SearchEngine],
+    load: Callable[[Sequence[RunDir]], SearchEngine],
     warn: Warn,
     is_scored: bool = True,
 ) -> tuple[list[TestReport], dict[str, dict[str, list[str]]]]:
@@ -189,7 +197,7 @@ def evaluate_systems(
 
     Args:
         plan: what to evaluate.
-        load: loads the translator of a run.
+        load: loads the translator of the runs of a system.
         warn: called with differences between runs, and with warnings about lines.
         is_scored: False makes no reports, as for ranks that only translate.
 
@@ -199,39 +207,40 @@ def evaluate_systems(
     Raises:
         ConfigError, DataError, RunError: if the systems and options do not fit together.
     """
-    paths = [run.path for run in plan.runs] + plan.others
+    paths = [run.path for run in plan.runs if not plan.is_ensemble] + plan.others
     resolved = [path.resolve() for path in paths]
     for path, absolute in zip(paths, resolved, strict=True):
         if resolved.count(absolute) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
     tests = plan.text or read_tests(plan.runs[0], plan.names)
-    run_of = {run.path: run for run in plan.runs}
-    tests_of, translations = {paths[0]: tests}, {}
-    for path in paths[1:]:
-        if path.is_dir():
-            run = run_of.setdefault(path, RunDir(path))
-            tests_of[path] = plan.text or read_tests(run, list(tests))
-            for name, lines in tests_of[path].items():
-                _check_references(path, name, lines.refs[0], plan, tests[name].refs[0])
+    systems = plan.systems
+    systems |= {str(path): [RunDir(path)] if path.is_dir() else [] for path in plan.others}
+    first, *following = systems
+    tests_of, translations = {first: tests}, {}
+    for system in following:
+        if runs := systems[system]:
+            tests_of[system] = plan.text or read_tests(runs[0], list(tests))
+            for name, lines in tests_of[system].items():
+                _check_references(runs[0].path, name, lines.refs[0], plan, tests[name].refs[0])
         else:
-            translations[path] = _read_translations(path, tests)
+            translations[system] = _read_translations(Path(system), tests)
     if plan.options.comet is not None:
         plan.options.comet.load()
-    for text in _differences({run.path: run.config for run in plan.runs}):
+    configs = {} if plan.is_ensemble else {run.path: run.config for run in plan.runs}
+    for text in _differences(configs):
         warn(text)
     tgt_lang = plan.runs[0].config.data.tgt_lang
     options = plan.options.for_language(tgt_lang)
     if options != plan.options and (note := tokenizer_note(tgt_lang)):
         warn(f"{note}; `--tokenize` takes another")
     outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
-    for path in paths:
-        if path in translations:
+    for system, runs in systems.items():
+        if not runs:
             (name,) = tests
-            outputs[name][str(path)] = translations[path]
+            outputs[name][system] = translations[system]
         else:
-            run = run_of[path]
-            for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
-                outputs[name][str(path)] = hypotheses
+            for name, hypotheses in translate_tests(runs[0], load(runs), tests_of[system], warn):
+                outputs[name][system] = hypotheses
     scored = tests if is_scored else ()
     return [_report(name, tests[name], outputs[name], plan, options) for name in scored], outputs
 
@@ -298,7 +307,7 @@ def _report(
         for system, hypotheses in outputs.items()
     ]
     summary = []
-    if len(plan.runs) > 1:
+    if len(plan.systems) > 1:
         for scores in zip(*(result.scores for result in results), strict=True):
             values = [score.value for score in scores]
             mean, std = statistics.mean(values), statistics.stdev(values)
@@ -321,7 +330,7 @@ def report_on(
 
 def before_and_after(
     run: RunDir,
-    load: Callable[[RunDir], SearchEngine],
+    load: Callable[[Sequence[RunDir]], SearchEngine],
     warn: Warn,
     options: ScoringOptions,
     known: Mapping[str, list[str]] | None = None,
@@ -346,7 +355,7 @@ def before_and_after(
         return []
     other = RunDir(Path(init_from))
     try:
-        tests, before = _tests_of_both(run, other), load(other)
+        tests, before = _tests_of_both(run, other), load([other])
     except UserError as error:
         warn(f"`training.init_from`: no scores of before: {error}")
         return []
@@ -354,7 +363,7 @@ def before_and_after(
     new = dict(known or {})
     missing = {name: lines for name, lines in tests.items() if name not in new}
     if missing:
-        new |= translate_tests(run, load(run), missing, warn)
+        new |= translate_tests(run, load([run]), missing, warn)
     if not process_group.is_first:
         return []
     systems = str(other.path), str(run.path)
@@ -380,10 +389,9 @@ def _tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
 
 def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
     """Yield a message for each run that differs in more than the seed, or has the same seed."""
-    (first_path, first), *following = (
-        (path, dict(_flatten(config.model_dump()))) for path, config in configs.items()
-    )
-    for path, values in following:
+    flat = {path: dict(_flatten(config.model_dump())) for path, config in configs.items()}
+    for path, values in list(flat.items())[1:]:
+        first_path, first = next(iter(flat.items()))
         keys = [key for key in first | values if first.get(key) != values.get(key)]
         if "seed" not in keys:
             yield f"{path}: has the seed of {first_path}, {values['seed']}."

@@ -31,6 +31,8 @@ def as_text(reports: Sequence[TestReport], plan: EvaluationPlan) -> Iterator[str
             yield f"  translated with products in {plan.precision}"
         if plan.shortlist is not None:
             yield f"  translated with `--shortlist {plan.shortlist}`"
+        if plan.mbr is not None:
+            yield f"  translated with `--mbr {plan.mbr}`"
         if plan.rerank_with is not None:
             weight = f"--rerank-weight {plan.rerank_weight}"
             yield f"  translated with `--rerank-with {plan.rerank_with} {weight}`"
@@ -91,6 +93,7 @@ def _tree(report: TestReport, plan: EvaluationPlan) -> dict[str, object]:
         "num_lines": len(report.results[0].lines.src),
         "precision": plan.precision,
         "shortlist": plan.shortlist,
+        "mbr": plan.mbr,
         "rerank_with": str(plan.rerank_with) if plan.rerank_with else None,
         "rerank_weight": plan.rerank_weight,
         "scores": [

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import Cli
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tasks import copy_task, write, write_config
 
 import mtrain
@@ -52,6 +55,21 @@ def changed(noisy: RunDir, tmp_path: Path) -> Changed:
         return run
 
     return make
+
+
+@pytest.fixture
+def noised(trained: RunDir, changed: Changed) -> RunDir:
+    """A copy of the trained run with noise in its weights."""
+    run = changed("noised", origin=trained)
+    with safe_open(run.model_path, "pt") as file:
+        metadata = file.metadata()
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(run.model_path).items()
+    }
+    save_file(tensors, run.model_path, metadata)
+    return run
 
 
 def error_line(outcome: Any) -> str:
@@ -148,6 +166,41 @@ def test_runs_of_several_seeds_have_a_mean_and_a_standard_deviation(
     ]
     assert lines[5].startswith("  nrefs:1|bs:1000|")
     assert len(lines) == 6
+
+
+def test_the_translations_of_an_ensemble_equal_those_of_translate(
+    cli: Cli, trained: RunDir, noised: RunDir, tmp_path: Path
+) -> None:
+    runs, options = [trained.path, noised.path], ["--mbr", "bleu", "--beam", "3"]
+    text = "\n".join(SOURCES).encode()
+    lines = cli("translate", *runs, *options, stdin=text).lines
+    alone = [cli("translate", run, *options, stdin=text).lines for run in runs]
+    assert lines not in alone
+    path = write(tmp_path / "ensemble.txt", lines)
+    compared = ["--compare", noised.path, "--compare", path]
+    outcome = cli("eval", *runs, "--ensemble", *options, *compared, "--json", "--metrics", "bleu")
+    assert (outcome.code, without_warnings_of_lines(outcome)) == (0, []), outcome.err
+    tree = json.loads(outcome.out)["held_out"]
+    name = f"{trained.path} + {noised.path}"
+    assert [score["system"] for score in tree["scores"]] == [name, str(noised.path), path]
+    scorer = Scorer(AS_TEST, ScoringOptions(metrics=["bleu"]))
+    expected = [scorer.score(output)[0].value for output in (lines, alone[1], lines)]
+    assert [score["value"] for score in tree["scores"]] == expected
+    assert (tree["mbr"], tree["comparisons"][1]["difference"]) == ("bleu", 0.0)
+    shown = cli("eval", *runs, "--ensemble", *options, "--resamples", "0").lines
+    assert "  translated with `--mbr bleu`" in shown
+
+
+def test_an_ensemble_scores_references_by_the_mean_of_the_probabilities(
+    cli: Cli, trained: RunDir, noised: RunDir
+) -> None:
+    def log_probs(*arguments: Path | str) -> list[float]:
+        return [float(row.split("\t")[3]) for row in cli("eval", *arguments, "--score").lines]
+
+    first, second = log_probs(trained.path), log_probs(noised.path)
+    together = log_probs(trained.path, noised.path, "--ensemble")
+    for ensemble, *alone in zip(together, first, second, strict=True):
+        assert sum(alone) / 2 < ensemble < max(alone)  # Jensen's inequality, and the best model
 
 
 def test_two_runs_with_the_same_seed_give_a_warning(
@@ -263,6 +316,9 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
             "`--resamples` must be > 0 with `--compare`, but is 0 instead.",
         ),
         ([upper, "--score"], "`--score` must have one run, but has 2 instead."),
+        (["--ensemble", "--score"], "`--ensemble` must have two runs or more, but has 1 instead."),
+        (["--ensemble"], "`--ensemble` must have two runs or more, but has 1 instead."),
+        (["--score", "--mbr", "bleu"], "`--mbr` has no effect with `--score`; leave it out."),
     ]:
         assert error_line(cli("eval", run, *options)) == said
 
