@@ -111,13 +111,14 @@ def parse_request(
             raise ConfigError(
                 f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
             )
-    for override in overrides:
-        if not override.startswith(tuple(_KEYS.values())):
+    keys = [override.partition("=")[0] for override in overrides]
+    sections = [".".join(key.split(".")[:2]) for key in keys]
+    for override, section in zip(overrides, sections, strict=True):
+        if section not in _KEYS.values():
             raise ConfigError(
                 f"`--set` must name data.train, data.valid or data.tests, but is {override!r} "
                 "instead; other keys can be changed in the config that is written."
             )
-    keys = {override.partition("=")[0] for override in overrides}
     for name in files:
         if (key := _KEYS[name]) in keys:
             raise ConfigError(
@@ -128,7 +129,7 @@ def parse_request(
     for path in (run_dir, config_path, *chain.from_iterable(files.values())):
         if _SURROGATE.search(str(path)):
             raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
-    if "train" not in files and "data.train" not in keys:
+    if "train" not in files and "data.train" not in sections:
         raise ConfigError(
             "`--src` and `--tgt` must name the corpus, or `--set data.train=...`, but neither does."
         )

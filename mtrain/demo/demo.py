@@ -97,7 +97,7 @@ def report(directory: Path, warn: Warn) -> list[str]:
     run = RunDir(directory)
     (result,) = evaluation.evaluate(run, translator.load(run), warn)
     lines = list(format_scores(result))
-    for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
+    for row in (number * len(result.hypotheses) // 5 for number in range(5)):
         lines.append(f"source       {result.lines.src[row]}")
         lines.append(f"reference    {result.lines.refs[0][row]}")
         lines.append(f"translation  {result.hypotheses[row]}")

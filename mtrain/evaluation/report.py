@@ -108,7 +108,7 @@ def _tree(report: TestReport, plan: EvaluationPlan) -> dict[str, object]:
         },
         "contrasts": [asdict(contrast) for contrast in report.contrasts],
     }
-    return {key: value for key, value in tree.items() if value}
+    return {key: value for key, value in tree.items() if value not in (None, [], {})}
 
 
 def format_scores(result: TestResult) -> Iterator[str]:

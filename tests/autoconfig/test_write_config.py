@@ -372,6 +372,10 @@ def test_a_drawn_validation_set_shares_no_source_with_a_given_test_set():
             "`--set` must name data.train, data.valid or data.tests, but is 'model.d_model=64' "
             "instead; other keys can be changed in the config that is written.",
         ),
+        (
+            "data.trainer={tsv: [a.tsv]}",
+            "`--set` must name data.train, data.valid or data.tests, but is 'data.trainer=",
+        ),
         ("data.valid={tsv: a.tsv}", "--set: `data.valid.tsv` must be a list, but is 'a.tsv' "),
         ("data.valid={jsonl: [a]}", "--set: `data.valid.src` must be given, but is missing."),
     ],
@@ -394,6 +398,15 @@ def test_a_corpus_named_by_an_option_and_an_override_is_an_error(option, key, fi
     with pytest.raises(ConfigError) as error:
         parse(overrides=[f"{key}={{tsv: [a.tsv]}}"], **files)
     assert str(error.value) == f"`{option}` has no effect with `--set {key}=...`; leave it out."
+
+
+def test_set_may_give_a_corpus_key_by_key():
+    overrides = ["data.train.tsv=[a.tsv]", "data.train.header=true"]
+    request = write_config.parse_request(("en", "de"), {}, overrides, "10m", "cpu", None, None)
+    whole = write_config.parse_request(
+        ("en", "de"), {}, ["data.train={tsv: [a.tsv], header: true}"], "10m", "cpu", None, None
+    )
+    assert request.data == whole.data
 
 
 def test_init_without_a_corpus_is_an_error():

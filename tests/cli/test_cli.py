@@ -914,6 +914,9 @@ def test_translate_and_eval_rerank_with_a_run_of_the_reverse_direction(
     as_json = cli("eval", reverser.path, *with_back, "--json", "--resamples", "0")
     (tree,) = json.loads("\n".join(as_json.lines)).values()
     assert (tree["rerank_with"], tree["rerank_weight"]) == (str(back_run), 0.3)
+    unweighted = [*with_back, "--rerank-weight", "0", "--json", "--resamples", "0"]
+    (tree,) = json.loads("\n".join(cli("eval", reverser.path, *unweighted).lines)).values()
+    assert tree["rerank_weight"] == 0.0
 
 
 @pytest.mark.parametrize(
