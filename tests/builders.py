@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mtrain.config.sections import ModelConfig, TokenizerConfig
 from mtrain.data.batch import Batch, MicroBatch, MicroBatchSplit, Position, UpdateBatches
 from mtrain.model.transformer import Transformer
+from mtrain.run.load_model import build_model
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -50,6 +51,17 @@ def randomise(module: nn.Module, seed: int) -> None:
             if parameter.dim() == 1:
                 noise = torch.randn(parameter.shape, generator=rng, dtype=parameter.dtype)
                 parameter += 0.3 * noise
+
+
+def endless_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
+    """A model of constant logits, that of eos the lowest: every target ends at its limit."""
+    model = build_model(config, tokenizer)
+    last_norm = model.decoder[-1].residual_3.norm
+    with torch.no_grad():
+        last_norm.weight.zero_()
+        last_norm.bias.fill_(1.0)
+        model.output.weight[tokenizer.tgt.eos] = -1.0
+    return model
 
 
 def single_rank_update(batches: Sequence[Batch]) -> UpdateBatches:

@@ -101,6 +101,10 @@ def test_features_not_requested_stay_zero_and_blank_lines_are_still_detected(
         part = measure(lines, feature)
         for name in set(LINE.names) - {"solid", "flags"}:
             assert not part.lines[name].any() or (part.lines[name] == whole.lines[name]).all()
+    parts = [measure(lines, feature) for feature in Feature]
+    for name in set(LINE.names) - {"solid", "flags"}:
+        is_computed = any((part.lines[name] == whole.lines[name]).all() for part in parts)
+        assert is_computed, f"no feature computes {name}"
 
 
 def test_words_are_runs_of_letters_or_digits_and_single_characters_of_unspaced_scripts() -> None:

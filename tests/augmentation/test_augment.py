@@ -276,6 +276,9 @@ def test_keep_best_ranks_by_score_and_agreement_is_the_mean_log_prob_of_the_reve
     assert done.code == 0, done.err
     agreed = pairs_in(tmp_path / "agreed")
     assert len(agreed) == num_kept
+    assert cli(*judged, "--keep-best", "1", "-o", tmp_path / "judged").code == 0
+    agreements = sorted((pair["agreement"] for pair in pairs_in(tmp_path / "judged")), reverse=True)
+    assert sorted((pair["agreement"] for pair in agreed), reverse=True) == agreements[:num_kept]
     model = mtrain.load(reverser.path)
     (pair,) = agreed[:1]
     tokenizer = model.translator.tokenizer

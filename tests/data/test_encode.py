@@ -90,7 +90,7 @@ def test_tokenizing_resumed_after_a_kill_writes_the_same_bytes(tmp_path: Path, t
     assert in_child(source, straight) == 0
     num_calls, said = json.loads(Path(f"{straight}.said").read_text("utf-8"))
     assert said[-1] == f"{straight}: tokenized 197 training pairs"
-    assert [len(own) for own in contents(straight)] != []
+    assert contents(straight)
     assert num_calls > 30
     went_on = 0
     for moment in random.Random(4).sample(range(1, num_calls + 1), NUM_KILLS):
@@ -160,7 +160,7 @@ def test_tokenizing_after_the_text_or_a_setting_changed_equals_tokenizing_from_t
         tree["seed"] = 2
     source = write_config(tmp_path / "config.yaml", tree)
     said = make(source, run)
-    assert not any("goes on" in line for line in said)
+    assert not any("resumes" in line for line in said)
     assert make(source, tmp_path / "straight")
     assert contents(run) == contents(tmp_path / "straight")
 

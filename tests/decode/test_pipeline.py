@@ -8,7 +8,7 @@ from itertools import chain, islice, pairwise
 
 import pytest
 import torch
-from builders import SRC_LINES, model_config, randomise, vocabularies
+from builders import SRC_LINES, endless_model, model_config, randomise, vocabularies
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task
@@ -591,15 +591,13 @@ def test_warnings_name_the_first_five_flagged_lines_and_count_the_others(
 
 def test_a_translation_that_reached_the_length_limit_is_flagged(translator: Translator) -> None:
     options = replace(translator.options, beam=1, max_extra_tokens=0)
-    model = build_model(translator.model.config, translator.tokenizer)
-    with torch.no_grad():
-        model.output.weight[translator.tokenizer.tgt.eos] = -100 * model.output.weight.sum(0)
+    model = endless_model(translator.model.config, translator.tokenizer)
     endless = Translator([model], translator.tokenizer, options, translator.device)
     said: list[str] = []
     (line,) = stream(endless, [["ba ce di"]], warn=said.append)
-    if len(line.best[0].tokens) == num_tokens("ba ce di", translator):
-        assert "limit" in line.best[0].flags
-        assert any("reached the length limit" in text for text in said)
+    assert len(line.best[0].tokens) == num_tokens("ba ce di", translator)
+    assert "limit" in line.best[0].flags
+    assert any("reached the length limit" in text for text in said)
     finished = stream(translator, [LINES])
     assert all(not line.best[0].flags for line in finished)
     assert len(list(chain(*(line.best for line in finished)))) == len(LINES)

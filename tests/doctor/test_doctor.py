@@ -565,12 +565,13 @@ def test_a_folder_that_is_not_a_run_is_refused(cli: Cli, tmp_path: Path) -> None
 
 def test_a_run_in_which_another_process_trains_is_refused(cli: Cli, run: RunDir) -> None:
     with run.locked():
-        outcome = examined(cli, run)
-    assert (outcome.code, outcome.out) == (2, b"")
-    assert outcome.err == (
-        f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
-        "another --run.\n"
-    )
+        outcomes = [examined(cli, run), examined(cli, run, "--no-replay")]
+    for outcome in outcomes:
+        assert (outcome.code, outcome.out) == (2, b"")
+        assert outcome.err == (
+            f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
+            "another --run.\n"
+        )
     assert examined(cli, run, "--no-replay").code == 0
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import typer
-import yaml
 from conftest import Cli
 from tasks import REPOSITORY, write
 
@@ -118,11 +117,10 @@ def test_a_make_target_of_the_readme_exists(target: str) -> None:
     assert result.stdout
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
+@pytest.mark.parametrize("text", [text for text in blocks("yaml") if "run_dir" in text])
 def test_a_config_of_the_readme_loads(tmp_path: Path, text: str) -> None:
-    if "run_dir" in (yaml.safe_load(text) or {}):
-        (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
-        config_file.load(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    config_file.load(tmp_path / "c.yaml")
 
 
 def links() -> list[str]:

@@ -643,6 +643,7 @@ def test_an_output_folder_that_cannot_be_written_is_an_error(
     outcome = cli("plot", run.path, "--out", tmp_path / "file")
     assert (outcome.code, outcome.out) == (2, b"")
     assert outcome.err.startswith(f"mtrain: {tmp_path / 'file' / 'curves.png'}: cannot be written")
+    assert outcome.err.count("\n") == 1
 
 
 def test_without_matplotlib_a_one_line_error_says_how_to_install_it(

@@ -223,14 +223,14 @@ def test_layers_compile_without_graph_breaks_and_rarely_recompile_for_new_shapes
     torch.compiler.reset()
 
 
-def test_a_compiled_model_has_the_same_state_dict_keys_and_decoding_steps() -> None:
+def test_a_compiled_model_has_the_same_state_dict_keys_and_decodes_uncompiled() -> None:
     plain, compiled = small_model().eval(), small_model().eval()
     compiled.load_state_dict(plain.state_dict())
     counter = CompileCounterWithBackend("eager")
     compiled.compile_layers(backend=counter)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     src, keep = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.bool)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), compilation.uncompiled(True):
         found = [
             model.decode_step(torch.tensor([2]), model.start(src, keep))
             for model in (plain, compiled)

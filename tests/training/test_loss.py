@@ -225,8 +225,10 @@ def test_consistency_without_cutoff_and_dropout_adds_nothing():
         two = loss_of(dropping, batch, config)
     with dropout_seeds(1):
         again = loss_of(dropping, batch, config)
+    with dropout_seeds(1):
+        one = loss_of(dropping, batch, TrainingConfig())  # the first of the two passes
     assert two.loss == again.loss
-    assert two.loss.item() > two.nll.item() > 0
+    assert two.loss.item() > one.loss.item()
 
 
 def test_the_cutoff_mask_follows_from_the_seed_and_has_the_given_rate():
