@@ -120,7 +120,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def serve(models: Sequence[Model], settings: ServerSettings, is_ctranslate2: bool = False) -> None:
-    """Answer requests until SIGTERM or SIGINT; then end running translations, within ten seconds.
+    """Answer requests until SIGTERM or SIGINT; then finish those that run, in at most `_GRACE_S`.
 
     The address is logged once connections are accepted.
 

@@ -68,8 +68,8 @@ typedef struct {
     int64_t format;       /* of the weights */
     const void *packed;   /* [m, k] in tiles */
     const float *bias;    /* [m], or NULL */
-    const float *scales;  /* int8 only: the scale of each row of w, and */
-    const int32_t *sums;  /* the sum of its int8 numbers; both [m], zero-padded to whole tiles */
+    const float *scales;  /* int8 only: the scale of each row of w; [m], zero-padded to whole tiles */
+    const int32_t *sums;  /* int8 only: the sum of the int8 values of each row of w; padded likewise */
 } linear_map;
 
 /* A post-norm layer; d is the model width, and norms have d gains and biases. Encoder layers do not use
@@ -94,7 +94,9 @@ typedef struct {
     float scale, table_scale;          /* of the scores of attention, and of embeddings */
 } decoder_shape;
 
-/* A beam search of width `beam` for the num_best best hypotheses of each sentence. */
+/* A beam search of width `beam` for the num_best best hypotheses of each sentence. With early_stop, the score
+ * that an open hypothesis may reach is bounded at its present length, not at its maximum. With argmax_only,
+ * log-probabilities are not computed, but 0. num_* without a comment are lengths of arrays, see below. */
 typedef struct {
     int64_t num_sentences, beam, num_best;
     int64_t num_positions;          /* decode at most this many positions */
