@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from machine import commit, describe_machine
@@ -33,8 +33,25 @@ class Speed(NamedTuple):
     """What some updates took, and what was in them."""
 
     seconds: float
-    waiting_s: float  # for the next update to be laid out
+    waiting_s: float  # for the next batches
+    optimizer_s: float  # in `step` of the optimizers; on a GPU, of its launches
     tokens: Tokens
+
+
+class OptimizerTime:
+    """The seconds in `step` of a trainer's optimizers, from the time when this is made."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.seconds = 0.0
+        for optimizer in trainer.state.optimizers:
+            optimizer.register_step_pre_hook(self._begin)
+            optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self.seconds -= time.monotonic()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.monotonic()
 
 
 def main() -> None:
@@ -70,12 +87,14 @@ def main() -> None:
     print(f"speed          {speed.tokens.tgt / speed.seconds:,.0f} target tokens/s")
     print(f"products       {rate / 1e12:.2f} TFLOP/s, {rate / ceiling:.0%} of {ceiling / 1e12:.2f}")
     print(f"input          {speed.waiting_s / speed.seconds:.1%} of the time waited for")
+    print(f"optimizer      {speed.optimizer_s / speed.seconds:.1%} of the time")
     print(f"idle           {'not measured' if idle is None else f'{idle:.1%} of the time'}")
 
 
 def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Speed:
     """Make updates, and wait for the device once, in the end."""
     began, waiting_s, tokens = time.monotonic(), 0.0, []
+    optimizer_time = OptimizerTime(trainer)
     for _ in range(count):
         asked = time.monotonic()
         batches = next(updates)
@@ -85,7 +104,7 @@ def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Spee
         tokens.append(tokens_of(batches))
     trainer._read_results()
     total = Tokens(*(sum(counts) for counts in zip(*tokens, strict=True)))
-    return Speed(time.monotonic() - began, waiting_s, total)
+    return Speed(time.monotonic() - began, waiting_s, optimizer_time.seconds, total)
 
 
 def tokens_of(batches: UpdateBatches) -> Tokens:

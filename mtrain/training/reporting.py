@@ -108,7 +108,7 @@ class TrainingLogger:
         work = f"each with {share} micro-batches of an update"
         self.log.say(f"ranks    {split.num_ranks:,}, {work}: {parts};")
         kept = "the whole model" if config.parallel == "ddp" else "a part of the model"
-        self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
+        self.log.say(f"         each keeps {kept}; gradients are exchanged in {config.exchange}")
 
     def log_step(self, progress: Progress, meter: RunningMeter, spent: float, is_due: bool) -> None:
         """Move the progress bar to the fraction `spent` of the budget; log a line if it is due."""
