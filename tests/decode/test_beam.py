@@ -1016,7 +1016,7 @@ def assert_as_good(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
     for one, other in zip(found, expected, strict=True):
         if one.ids == other.ids:
             assert one.log_probs == pytest.approx(other.log_probs, abs=2e-5)
-        assert one.score == pytest.approx(other.score, abs=1e-5)
+        assert one.score == pytest.approx(other.score, rel=1e-6, abs=1e-5)
 
 
 def assert_is_itself(found: list[Hypothesis], alone: list[Hypothesis], dtype: torch.dtype) -> None:
