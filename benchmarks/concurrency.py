@@ -155,9 +155,10 @@ def measure(
 
 def load_mtrain(options: argparse.Namespace) -> Callable[[str], object]:
     import mtrain
+    from mtrain.io.lines import ignore
 
     model = mtrain.load(options.run, beam=options.beam, device="cpu")
-    return lambda line: model.translate([line], on_warning=lambda _: None)
+    return lambda line: model.translate([line], on_warning=ignore)
 
 
 def load_ctranslate2(options: argparse.Namespace) -> Callable[[str], object]:

@@ -10,7 +10,7 @@ import argparse
 import datetime
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +38,22 @@ class Speed(NamedTuple):
     tokens: Tokens
 
 
-class OptimizerTime:
-    """The seconds in `step` of a trainer's optimizers, from the time when this is made."""
+@contextmanager
+def timing_optimizers(trainer: Trainer) -> Iterator[list[float]]:
+    """Collect the moments at which the optimizers of a trainer begin and end a step, by turns."""
+    moments: list[float] = []
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.seconds = 0.0
+    def note(*_: Any) -> None:
+        moments.append(time.monotonic())
+
+    with ExitStack() as hooks:
         for optimizer in trainer.state.optimizers:
-            optimizer.register_step_pre_hook(self._begin)
-            optimizer.register_step_post_hook(self._end)
-
-    def _begin(self, *_: Any) -> None:
-        self.seconds -= time.monotonic()
-
-    def _end(self, *_: Any) -> None:
-        self.seconds += time.monotonic()
+            for register in (
+                optimizer.register_step_pre_hook,
+                optimizer.register_step_post_hook,
+            ):
+                hooks.callback(register(note).remove)
+        yield moments
 
 
 def main() -> None:
@@ -94,17 +96,18 @@ def main() -> None:
 def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Speed:
     """Make updates, and wait for the device once, in the end."""
     began, waiting_s, tokens = time.monotonic(), 0.0, []
-    optimizer_time = OptimizerTime(trainer)
-    for _ in range(count):
-        asked = time.monotonic()
-        batches = next(updates)
-        waiting_s += time.monotonic() - asked
-        trainer._update(batches)
-        trainer.state.progress.step += 1
-        tokens.append(tokens_of(batches))
-    trainer._read_results()
+    with timing_optimizers(trainer) as moments:
+        for _ in range(count):
+            asked = time.monotonic()
+            batches = next(updates)
+            waiting_s += time.monotonic() - asked
+            trainer._update(batches)
+            trainer.state.progress.step += 1
+            tokens.append(tokens_of(batches))
+        trainer._read_results()
     total = Tokens(*(sum(counts) for counts in zip(*tokens, strict=True)))
-    return Speed(time.monotonic() - began, waiting_s, optimizer_time.seconds, total)
+    optimizer_s = sum(moments[1::2]) - sum(moments[::2])
+    return Speed(time.monotonic() - began, waiting_s, optimizer_s, total)
 
 
 def tokens_of(batches: UpdateBatches) -> Tokens:

@@ -241,12 +241,9 @@ def timed(translate: Callable[[Sequence[str]], object]) -> Search:
     return search
 
 
-def ignore(warning: str) -> None:
-    """Print nothing beside the answers."""
-
-
 def of_mtrain(run: Any) -> dict[str, Search]:
     import mtrain
+    from mtrain.io.lines import ignore
 
     beam = run.config.decoding.beam
     greedy, searching = (mtrain.load(run.path, beam=width, device="cpu") for width in (1, beam))

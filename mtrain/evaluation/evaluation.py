@@ -226,9 +226,9 @@ def evaluate_systems(
             translations[system] = _read_translations(Path(system), tests)
     if plan.options.comet is not None:
         plan.options.comet.load()
-    configs = {} if plan.is_ensemble else {run.path: run.config for run in plan.runs}
-    for text in _differences(configs):
-        warn(text)
+    if not plan.is_ensemble:
+        for text in _differences({run.path: run.config for run in plan.runs}):
+            warn(text)
     tgt_lang = plan.runs[0].config.data.tgt_lang
     options = plan.options.for_language(tgt_lang)
     if options != plan.options and (note := tokenizer_note(tgt_lang)):
@@ -389,9 +389,10 @@ def _tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
 
 def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
     """Yield a message for each run that differs in more than the seed, or has the same seed."""
-    flat = {path: dict(_flatten(config.model_dump())) for path, config in configs.items()}
-    for path, values in list(flat.items())[1:]:
-        first_path, first = next(iter(flat.items()))
+    (first_path, first), *following = (
+        (path, dict(_flatten(config.model_dump()))) for path, config in configs.items()
+    )
+    for path, values in following:
         keys = [key for key in first | values if first.get(key) != values.get(key)]
         if "seed" not in keys:
             yield f"{path}: has the seed of {first_path}, {values['seed']}."
