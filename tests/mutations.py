@@ -934,9 +934,16 @@ SEARCH = [
     Mutation(
         "reranked candidates that repeat themselves win",
         "mtrain/decode/pipeline.py",
-        "sorted(ranked, key=lambda each: is_loop(part.source.ids[:-1], each.tokens[:-1]))",
+        "sorted(ranked, key=lambda each: _flaw(part.source.ids[:-1], each.tokens[:-1]))",
         "ranked",
         "tests/decode/test_rerank.py",
+    ),
+    Mutation(
+        "an empty candidate wins over ones that repeat themselves",
+        "mtrain/decode/pipeline.py",
+        "    return 2 if not tgt else int(is_loop(src, tgt))\n",
+        "    return int(is_loop(src, tgt))\n",
+        "tests/decode/test_rerank.py -k empty_ones_last",
     ),
     Mutation(
         "copies of a candidate do not count",

@@ -119,6 +119,11 @@ def _repeats(source: EncodedSource, best: list[Hypothesis]) -> bool:
     return is_loop(source.ids[:-1], best[0].ids)
 
 
+def _flaw(src: Sequence[object], tgt: Sequence[object]) -> int:
+    """Return 0 for a target without a flaw, 1 for one that repeats itself, 2 for an empty one."""
+    return 2 if not tgt else int(is_loop(src, tgt))
+
+
 class _StartedBlock(NamedTuple):
     """Lines whose translations are being searched for."""
 
@@ -321,7 +326,7 @@ class LineTranslator:
         if not options.retry_flagged or are_samples:
             return ranked_of
         return [
-            sorted(ranked, key=lambda each: is_loop(part.source.ids[:-1], each.tokens[:-1]))
+            sorted(ranked, key=lambda each: _flaw(part.source.ids[:-1], each.tokens[:-1]))
             for part, ranked in zip(parts, ranked_of, strict=True)
         ]
 

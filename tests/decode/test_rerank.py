@@ -113,18 +113,21 @@ def test_a_rerank_weight_of_zero_keeps_the_order(translator: Translator) -> None
 
 
 @pytest.mark.parametrize("how", [{"rerank_weight": 0.0}, {"mbr": "chrf"}], ids=["rerank", "mbr"])
-def test_with_retry_flagged_a_candidate_without_a_loop_is_ranked_before_looping_ones(
+def test_with_retry_flagged_looping_candidates_are_ranked_after_others_and_empty_ones_last(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, how: dict[str, object]
 ) -> None:
-    texts = ["Hund " * 9, "Hund " * 8, "Ein Hund schläft."]
+    texts = ["", "Hund " * 9, "Hund " * 8, "Ein Hund schläft."]
     ids_of = translator.tokenizer.tgt.encode(texts)
     found = [Hypothesis(ids, [], -1.0, -1.0) for ids in ids_of]
     search = PendingSearch(lambda: [found], lambda: None)
     monkeypatch.setattr(Translator, "start_search", lambda *_: search)
     monkeypatch.setattr(Translator, "search", lambda *_: [found])  # the second search
-    for is_on, expected in ((False, [True, True, False]), (True, [False, True, True])):
-        (line,) = lines_of(translator, LINES[:1], num_best=3, retry_flagged=is_on, **how)
-        assert ["loop" in each.flags for each in line.best] == expected
+    flaws_of = {}
+    for is_on in (False, True):
+        (line,) = lines_of(translator, LINES[:1], num_best=4, retry_flagged=is_on, **how)
+        flaws_of[is_on] = [{"loop", "empty"}.intersection(each.flags) for each in line.best]
+    assert flaws_of[True] == [set(), {"loop"}, {"loop"}, {"empty"}]
+    assert flaws_of[False][0]
 
 
 def test_invalid_rerank_weights_and_conflicting_options_are_refused(translator: Translator) -> None:
