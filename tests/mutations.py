@@ -934,16 +934,23 @@ SEARCH = [
     Mutation(
         "reranked candidates that repeat themselves win",
         "mtrain/decode/pipeline.py",
-        "sorted(ranked, key=lambda each: _flaw(part.source.ids[:-1], each.tokens[:-1]))",
+        "sorted(ranked, key=partial(_flaws, part))",
         "ranked",
         "tests/decode/test_rerank.py",
     ),
     Mutation(
         "an empty candidate wins over ones that repeat themselves",
         "mtrain/decode/pipeline.py",
-        "    return 2 if not tgt else int(is_loop(src, tgt))\n",
-        "    return int(is_loop(src, tgt))\n",
+        "    return not target, is_loop(part.source.ids[:-1], target)\n",
+        "    return False, is_loop(part.source.ids[:-1], target)\n",
         "tests/decode/test_rerank.py -k empty_ones_last",
+    ),
+    Mutation(
+        "a loop behind an empty hypothesis is not searched again",
+        "mtrain/decode/pipeline.py",
+        "next((hypothesis.ids for hypothesis in best if hypothesis.ids), [])",
+        "best[0].ids",
+        "tests/decode/test_rerank.py -k except_empty_ones",
     ),
     Mutation(
         "copies of a candidate do not count",

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -94,9 +95,9 @@ def search(
         engine, sources: as of `SearchEngine.start_search`.
         pending: the search of these sources, if it was started before.
 
-    With `retry_flagged`, a source whose best target repeats itself is searched again so that no
-    n-gram of order `_RETRY_NGRAM` occurs twice. If the new best target repeats itself, too, as
-    a prefix can, the source keeps its old targets.
+    With `retry_flagged`, a source whose best target, except empty ones, repeats itself is searched
+    again so that no n-gram of order `_RETRY_NGRAM` occurs twice. If the new best target repeats
+    itself, too, as a prefix can, the source keeps its old targets.
     """
     best_of, options = (pending or engine.start_search(sources)).result(), engine.options
     cannot_loop = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
@@ -115,13 +116,15 @@ def search(
 
 
 def _repeats(source: EncodedSource, best: list[Hypothesis]) -> bool:
-    """Return whether the best target of a source repeats itself."""
-    return is_loop(source.ids[:-1], best[0].ids)
+    """Return whether the best target of a source that is not empty repeats itself."""
+    target = next((hypothesis.ids for hypothesis in best if hypothesis.ids), [])
+    return is_loop(source.ids[:-1], target)
 
 
-def _flaw(src: Sequence[object], tgt: Sequence[object]) -> int:
-    """Return 0 for a target without a flaw, 1 for one that repeats itself, 2 for an empty one."""
-    return 2 if not tgt else int(is_loop(src, tgt))
+def _flaws(part: LinePart, translation: Translation) -> tuple[bool, bool]:
+    """Return whether a translation is empty, and whether it repeats itself."""
+    target = translation.tokens[:-1]
+    return not target, is_loop(part.source.ids[:-1], target)
 
 
 class _StartedBlock(NamedTuple):
@@ -326,7 +329,7 @@ class LineTranslator:
         if not options.retry_flagged or are_samples:
             return ranked_of
         return [
-            sorted(ranked, key=lambda each: _flaw(part.source.ids[:-1], each.tokens[:-1]))
+            sorted(ranked, key=partial(_flaws, part))
             for part, ranked in zip(parts, ranked_of, strict=True)
         ]
 

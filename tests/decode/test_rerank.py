@@ -130,6 +130,25 @@ def test_with_retry_flagged_looping_candidates_are_ranked_after_others_and_empty
     assert flaws_of[False][0]
 
 
+def test_a_line_whose_best_candidate_except_empty_ones_loops_is_searched_again(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_search(engine: Translator, _: object) -> PendingSearch:
+        texts = ["", "Ein Hund schläft." if engine.options.no_repeat_ngram else "Hund " * 9]
+        ids_of = engine.tokenizer.tgt.encode(texts)
+        found = [Hypothesis(ids, [], -1.0, -1.0) for ids in ids_of]
+        return PendingSearch(lambda: [found], lambda: None)
+
+    monkeypatch.setattr(Translator, "start_search", start_search)
+    best_of = {}
+    for is_on in (False, True):
+        changes = {"rerank_weight": 0.0, "num_best": 2, "retry_flagged": is_on}
+        (line,) = lines_of(translator, LINES[:1], **changes)
+        best_of[is_on] = [(each.text, "retried" in each.flags) for each in line.best]
+    assert best_of[False] == [("", False), ("Hund " * 8 + "Hund", False)]
+    assert best_of[True] == [("Ein Hund schläft.", True), ("", True)]
+
+
 def test_invalid_rerank_weights_and_conflicting_options_are_refused(translator: Translator) -> None:
     for options, message in (
         ({"beam": 1}, "`beam` must be at least 2 for `rerank_weight`, but is 1 instead."),
