@@ -343,7 +343,8 @@ def init(
         src, tgt: the source and the target file of the corpus; None if `overrides` names it.
         overrides: `data.train=...`, `data.valid=...` or `data.tests=...`, with any form of a
             corpus that a config can have.
-        budget: the time that training may take, such as 90s, 30m or 1h30m.
+        budget: the time for everything: starting, tokenizing, training and `mtrain eval`, such as
+            90s, 30m or 1h30m.
         valid, test: the source and the target file of each set; by default, pairs of the corpus
             are held out.
         device: auto, cpu, cuda, ...

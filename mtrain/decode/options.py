@@ -59,9 +59,9 @@ class DecodingOptions:
             have a score among the `num_best`. Otherwise the search ends when none can reach such a
             score at any length.
         no_repeat_ngram: write no n-gram of this order twice in a translation; 0 allows all.
-        retry_flagged: search again, without repeated 3-grams, for a line whose translation has the
-            flag loop; `mbr` and `rerank_weight` rank such translations after others, and empty ones
-            last. Not for samples.
+        retry_flagged: search again, without repeated 3-grams, for a line whose best translation,
+            except empty ones, has the flag loop; `mbr` and `rerank_weight` rank such translations
+            after others, and empty ones last. Not for samples.
         mbr: minimum Bayes risk: rank `beam` hypotheses or samples by their mean agreement with the
             others, measured by chrF or by BLEU of subwords.
         rerank_weight: add this times the score of a model of the other direction to the scores of
