@@ -20,8 +20,8 @@ PACKAGE = Path(mtrain.__file__).parent
 # Each folder, or module of `mtrain/` itself, imports only from those before it.
 ORDER = [
     "errors",
-    "config",
     "io",
+    "config",
     "runtime",
     "ops",
     "tokenizer",

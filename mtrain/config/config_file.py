@@ -7,9 +7,9 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 from mtrain import __version__
 from mtrain.config.corpora import FORMS, KEYS_OF_A_MIXTURE, MIXTURE, Section
 from mtrain.config.sections import Config, Tree, format_value
-from mtrain.errors import ConfigError, WriteError
+from mtrain.errors import ConfigError
+from mtrain.io.atomic import whole_file
 
 
 class NewerVersionError(ConfigError):
@@ -65,21 +66,9 @@ def save(config: Config, path: Path, with_defaults: bool = True) -> None:
     """
     text, name = dump(config, with_defaults), str(path)
     assert from_tree(_parse(text, name), name) == config, f"{path}: must read back"
-    try:
-        head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
-        _write(path, (head + text).encode())
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace the content of a file, whole or not at all."""
-    tmp_path = path.with_name(f".{path.name}.tmp")
-    try:
-        tmp_path.write_bytes(content)
-        tmp_path.replace(path)
-    finally:
-        tmp_path.unlink(missing_ok=True)
+    head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
+    with whole_file(path) as beside:
+        beside.write_text(head + text, encoding="utf-8")
 
 
 def dump(config: Config, with_defaults: bool = True) -> str:
@@ -92,24 +81,23 @@ def dump_tree(tree: Tree) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=100)
 
 
-class Change(NamedTuple):
-    """A key whose value differs between two configs."""
+def changes(old: Config, new: Config) -> dict[str, list[Any]]:
+    """Return the keys whose values differ, with both values; that of a missing key is None."""
+    before, after = (dict(_flatten(config.model_dump())) for config in (old, new))
+    return {
+        key: [before.get(key), after.get(key)]
+        for key in before | after
+        if before.get(key) != after.get(key)
+    }
 
-    key: str
-    old: Any
-    new: Any
 
-
-def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
-    """Return the keys with different values in two configs, in the order of the config."""
-    changed = []
-    for name, before in old:
-        after = getattr(new, name)
-        if isinstance(before, Section) and type(before) is type(after):
-            changed += changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            changed.append(Change(prefix + name, before, after))
-    return changed
+def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys with their values; those of a corpus stay together."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix != "data.":
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 _MAX_DIGITS = 80  # characters: enough for 64 bits in any base, with sign and underscores
@@ -430,9 +418,10 @@ def put_beside(config_path: Path) -> str:
     """Write the schema into a config's folder, and return the config's first line.
 
     Raises:
-        OSError: if the schema cannot be written.
+        WriteError: if the schema cannot be written.
     """
     path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
     if not path.is_file() or path.read_bytes() != text:
-        _write(path, text)
+        with whole_file(path) as beside:
+            beside.write_bytes(text)
     return HEAD

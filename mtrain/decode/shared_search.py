@@ -127,6 +127,7 @@ class SearchCall(Generic[S]):
     def cancel(self) -> None:
         """End the call; a worker drops its sources."""
         self.is_cancelled = True
+        self.is_done.set()
 
     def add(self, row: int, best: list[Hypothesis]) -> None:
         """Store the hypotheses of a row."""
@@ -138,7 +139,6 @@ class SearchCall(Generic[S]):
         """End the call with an error."""
         self.error = error
         self.cancel()
-        self.is_done.set()
 
     def wait(self) -> None:
         """Wait until the call has ended; a worker ends it when it is cancelled.

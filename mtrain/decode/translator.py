@@ -224,7 +224,16 @@ class Translator:
     def with_options(
         self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS
     ) -> Translator:
-        """Return a translator with other options, which shares the running search with this one."""
+        """Return a translator with other options, which shares the running search with this one.
+
+        Raises:
+            ConfigError: for a `shortlist` if the model was loaded without one.
+        """
+        if options.shortlist is not None and self.shortlist is None:
+            raise ConfigError(
+                "`shortlist` must be None for a model that was loaded without one, but is "
+                f"{options.shortlist} instead."
+            )
         other = copy.copy(self)
         other.options, other.limits = options, limits
         return other

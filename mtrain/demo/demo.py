@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import shlex
 import shutil
@@ -50,12 +51,9 @@ training:
 
 def config_text(corpus: str, run_dir: str) -> str:
     """Return the YAML text of the demo's config."""
-    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=HEAD)
-
-
-def _escape(path: str) -> str:
-    """Escape a path for a double-quoted YAML string."""
-    return path.replace("\\", "\\\\").replace('"', '\\"')
+    # JSON escapes what a double-quoted YAML string must
+    corpus, run_dir = (json.dumps(path, ensure_ascii=False)[1:-1] for path in (corpus, run_dir))
+    return _CONFIG.format(corpus=corpus, run_dir=run_dir, head=HEAD)
 
 
 def write_corpus(directory: Path) -> None:

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.corpus import length_stats
 from mtrain.data import prepare
@@ -389,21 +389,11 @@ def _tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
 
 def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
     """Yield a message for each run that differs in more than the seed, or has the same seed."""
-    (first_path, first), *following = (
-        (path, dict(_flatten(config.model_dump()))) for path, config in configs.items()
-    )
-    for path, values in following:
-        keys = [key for key in first | values if first.get(key) != values.get(key)]
+    (first_path, first), *following = configs.items()
+    for path, config in following:
+        keys = config_file.changes(first, config)
         if "seed" not in keys:
-            yield f"{path}: has the seed of {first_path}, {values['seed']}."
+            yield f"{path}: has the seed of {first_path}, {config.seed}."
         differing = [f"`{key}`" for key in keys if key not in _KEYS_OF_A_SEED]
         if differing:
             yield f"{path}: differs from {first_path} in {', '.join(differing)}."
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and prefix != "data.":
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

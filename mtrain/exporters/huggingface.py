@@ -262,7 +262,14 @@ class MarianModel:
                 hypotheses.append(ExportedHypothesis(ids[:length], log_prob, has_ended))
             return hypotheses
 
-        return in_batches([len(ids) for ids in sources], search_rows)
+        found = in_batches([len(ids) for ids in sources], search_rows)
+        if beam > 1:
+            return found
+        scores = self.score(sources, [hypothesis.ids for hypothesis in found])
+        return [
+            each._replace(log_prob=sum(values if each.has_ended else values[:-1]))
+            for each, values in zip(found, scores, strict=True)
+        ]
 
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:

@@ -181,7 +181,9 @@ class LogProbSearcher:
     """The run's model searched as other libraries do: by log-probability, without other options."""
 
     def __init__(self, translator: Translator, masks_special: bool) -> None:
-        options = replace(translator.options, length_alpha=0.0, no_repeat_ngram=0, early_stop=False)
+        options = replace(
+            translator.options, length_alpha=0.0, no_repeat_ngram=0, early_stop=False, mbr=None
+        )
         models, tokenizer = translator.ensemble.models, translator.tokenizer
         self.translator = Translator(models, tokenizer, options, translator.device)
         if masks_special:

@@ -63,7 +63,7 @@ def complete_config(config: Config, name: str) -> Config:
                     f"{value!r} instead."
                 )
         sections[section] = theirs.model_copy(update=explicit)
-    return from_tree(config.model_copy(update=sections).model_dump(), name)
+    return from_tree(config.model_copy(update=sections).model_dump(exclude_unset=True), name)
 
 
 def check_weights(config: Config) -> None:

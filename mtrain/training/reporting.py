@@ -47,12 +47,11 @@ class TrainingLogger:
         if not step:
             return
         changes = config_file.changes(run.config, config)
-        changes = [change for change in changes if change.key != "run_dir"]
-        for change in changes:
-            self.log.say(f"changed  {change.key}: {change.old!r} before, {change.new!r} now")
+        changes.pop("run_dir", None)
+        for key, (before, now) in changes.items():
+            self.log.say(f"changed  {key}: {before!r} before, {now!r} now")
         if changes:
-            by_key = {change.key: [change.old, change.new] for change in changes}
-            self.log.metrics({"step": step, "changed_config": by_key})
+            self.log.metrics({"step": step, "changed_config": changes})
         marks = prepare.read_marks(run)
         changed = {path: [marks[path].sha256, now] for path, now in changed_files(marks).items()}
         if changed and not self.log.holds("changed_corpora", changed):

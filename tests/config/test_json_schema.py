@@ -10,6 +10,7 @@ from tasks import REPOSITORY, Tree, tiny_tree, write_task
 from mtrain.config import config_file
 from mtrain.config.config_file import load, save
 from mtrain.config.sections import CLEAN, Config
+from mtrain.errors import WriteError
 
 HEAD = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
 SCHEMA = REPOSITORY / "configs" / config_file.SCHEMA_FILE
@@ -55,6 +56,12 @@ def test_saving_a_config_writes_the_schema_beside_it_and_names_it(tmp_path: Path
     save(config, saved)
     assert copy.read_bytes() == SCHEMA.read_bytes()
     assert sorted(path.name for path in saved.parent.iterdir()) == [copy.name, saved.name]
+
+
+def test_a_schema_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(WriteError, match=r"file/config.schema.json: cannot be written: "):
+        save(load(write_task(tmp_path)), tmp_path / "file" / "saved.yaml")
 
 
 def wrong(directory: Path, key: str, value: object) -> Tree:

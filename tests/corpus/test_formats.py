@@ -688,4 +688,4 @@ def test_a_changed_corpus_format_is_reported_as_a_change_of_data_train(tmp_path:
     old = config_file.load(write_config(tmp_path / "a.yaml", tree))
     tree["data"]["train"] = {"tsv": ["a.tsv"]}
     new = config_file.load(write_config(tmp_path / "b.yaml", tree))
-    assert [change.key for change in config_file.changes(old, new)] == ["data.train"]
+    assert [*config_file.changes(old, new)] == ["data.train"]

@@ -228,6 +228,8 @@ def test_a_timeout_or_cancellation_ends_only_its_own_call(
     wait_for_search_threads()
     assert len(gate.num_rows) < 100, "the targets of 200 tokens were not decoded to their end"
     assert translate_lines(translator, LINES[:2]) == alone
+    # a worker keeps the last call until the next one
+    assert {len(worker._calls) for worker in translator.shared_search._workers} <= {0, 1}
 
 
 def test_an_error_ends_only_the_call_that_caused_it(

@@ -89,6 +89,12 @@ def test_a_shortlist_is_learned_once_and_kept_in_the_run_folder(run: RunDir):
     assert (first.shortlist.is_always_V == second.shortlist.is_always_V).all()
 
 
+def test_a_model_that_was_loaded_without_a_shortlist_refuses_the_option(run: RunDir):
+    loaded = load(run, name=None)
+    with pytest.raises(ConfigError, match="`shortlist` must be None for a model that was loaded"):
+        loaded.with_options(replace(loaded.options, shortlist="fast"))
+
+
 def test_a_missing_training_text_or_a_damaged_shortlist_file_is_an_error(run: RunDir):
     shutil.rmtree(run.data_dir)
     with pytest.raises(RunError, match=r"must have the training text in data/ to learn a shortl"):

@@ -744,6 +744,25 @@ def run(trained: RunDir, tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("library", "decoding"),
+    [("huggingface", {"beam": 1}), ("ctranslate2", {"mbr": "bleu"})],
+    ids=["greedy", "mbr"],
+)
+def test_a_run_is_exported_whatever_search_its_config_sets(
+    run: RunDir, tmp_path: Path, library: Library, decoding: dict[str, object]
+) -> None:
+    need(library)
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["decoding"] |= decoding
+    run.config_path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    compared = export.export(
+        RunDir(run.path), tmp_path / "out", ExportRequest(library), lambda _: None
+    ).parity
+    assert compared.same_greedy == (12, 12)
+    assert compared.beam_diff < EXACT
+
+
 TEXT = "ba ce di\n\n  \nfo gu ha je ki lo\n" + "na pe. " * 40 + "\nA new word!\n"
 
 

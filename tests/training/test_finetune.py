@@ -57,6 +57,7 @@ def test_fine_tuning_begins_with_the_weights_tokenizer_and_model_sizes_of_the_ba
         base.config.model,
         base.config.tokenizer,
     )
+    assert "compile" not in config.training.model_fields_set  # an explicit one is reported
     run = prepared(config)
     model = (run.tokenizer_dir / "shared.model").read_bytes()
     assert model == (base.tokenizer_dir / "shared.model").read_bytes()

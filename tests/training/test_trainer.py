@@ -25,6 +25,7 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
+from mtrain.config.sections import ConsistencyConfig
 from mtrain.data import prepare
 from mtrain.data.batch import Batch, UpdateBatches, collate
 from mtrain.errors import RunError
@@ -612,7 +613,8 @@ def test_config_changes_are_printed_and_logged(
     run = RunDir(tmp_path / "run")
     shutil.copytree(straight.path, run.path)
     config = run.config
-    settings = config.training.model_copy(update={"max_steps": 14, "betas": [0.9, 0.99]})
+    update = {"max_steps": 14, "betas": [0.9, 0.99], "consistency": ConsistencyConfig()}
+    settings = config.training.model_copy(update=update)
     changed = config.model_copy(update={"training": settings, "seed": 2})
     trainer_module.train(changed, run)
     said = capsys.readouterr().err
@@ -621,8 +623,13 @@ def test_config_changes_are_printed_and_logged(
     assert "changed  training.betas: [0.9, 0.98] before, [0.9, 0.99] now\n" in said
     (line,) = [line for line in metrics(run) if "changed_config" in line]
     assert line["step"] == 12
-    assert line["changed_config"]["training.max_steps"] == [12, 14]
-    assert set(line["changed_config"]) == {"seed", "training.max_steps", "training.betas"}
+    assert line["changed_config"] == {
+        "seed": [1, 2],
+        "training.max_steps": [12, 14],
+        "training.betas": [[0.9, 0.98], [0.9, 0.99]],
+        "training.consistency.weight": [None, 3.0],
+        "training.consistency.cutoff": [None, 0.05],
+    }
 
 
 def test_changed_corpus_files_are_logged_once_per_change(
