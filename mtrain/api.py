@@ -31,7 +31,6 @@ from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.audit.report import AuditReport
-    from mtrain.augmentation.augment import AugmentRequest
     from mtrain.augmentation.distill import DistillReport
     from mtrain.augmentation.new_config import AugmentReport
     from mtrain.autoconfig.write_config import InitReport
@@ -476,35 +475,20 @@ def augment(
     back_paths, forward_paths = _paths("back", back, "a file"), _paths("forward", forward, "a file")
     mode = mode_of(bool(back_paths), bool(forward_paths), again)
     options.check(mode, [run.config.decoding.beam for run in runs])
-    from mtrain.augmentation.augment import AugmentRequest
-    from mtrain.run.load_model import LoadOptions
-
-    request = AugmentRequest(
-        mode,
-        [*back_paths, *forward_paths],
-        again,
-        runs,
-        Path(output),
-        options,
-        LoadOptions(device, precision, None, process_group or SINGLE),
-    )
-    new_path = None if write_config is None else Path(write_config)
-    return _augment(request, settings, new_path, on_warning or _log_warning)
-
-
-def _augment(
-    request: AugmentRequest, settings: Config, new_path: Path | None, warn: Warn
-) -> AugmentReport:
-    """Write the pairs, and a config that uses them to `new_path`, which is checked first."""
     from mtrain.augmentation import augment as augmenting
     from mtrain.augmentation import new_config
+    from mtrain.run.load_model import LoadOptions
 
+    loading = LoadOptions(device, precision, None, process_group or SINGLE)
+    texts = [*back_paths, *forward_paths]
+    request = augmenting.AugmentRequest(mode, texts, again, runs, Path(output), options, loading)
+    new_path = None if write_config is None else Path(write_config)
     new = new_config.with_corpus(settings, request.output, request.options)
     if new_path is not None:
         new_config.check_free(new, new_path)
     log = PythonLog()
-    record = augmenting.augment(request, settings, log, warn)
-    if new_path is not None and request.loading.process_group.is_first:
+    record = augmenting.augment(request, settings, log, on_warning or _log_warning)
+    if new_path is not None and loading.process_group.is_first:
         new_config.check_free(new, new_path)
         config_file.save(new, new_path, with_defaults=False)
         log.say(f"{new_path}: trains in {new.run_dir}")

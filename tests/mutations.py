@@ -1544,14 +1544,14 @@ EXPORTS = [
     export(
         "ctranslate2",
         "CTranslate2 has too few positions",
-        "return longest(config, _MIN_POSITIONS)",
-        "return longest(config, 0) - config.decoding.max_extra_tokens",
+        "_fill(spec, model, longest(config, MIN_POSITIONS), ",
+        "_fill(spec, model, longest(config, 0) - config.decoding.max_extra_tokens, ",
     ),
     export(
         "huggingface",
         "transformers has too few positions",
-        "return longest(config, _MIN_POSITIONS)",
-        "return longest(config, 0) - config.decoding.max_extra_tokens",
+        "limit, sizes = longest(config, MIN_POSITIONS), model.config",
+        "limit, sizes = longest(config, 0) - config.decoding.max_extra_tokens, model.config",
     ),
     export(
         "ctranslate2",

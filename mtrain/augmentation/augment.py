@@ -176,7 +176,10 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             console.say(
                 f"{output}: goes on after {min(num_done * PART_LINES, text.num_rows):,} lines"
             )
-        engines = _load(request, directions)
+        engines = [
+            _Engine(_load_one(request, group), length_stats.load(group[0].data_dir), is_back)
+            for group, is_back in zip(request.groups, directions, strict=False)
+        ]
         judge = _load_one(request, [request.judge]) if request.judge else None
         number = num_done
         first = num_done * PART_LINES
@@ -316,13 +319,6 @@ def _read_text(request: AugmentRequest, real: list[Corpus], directory: Path, war
     if not text.num_rows:
         raise DataError(f"{request.texts[0]}: must have at least one line, but is empty.")
     return text
-
-
-def _load(request: AugmentRequest, directions: Sequence[bool]) -> list[_Engine]:
-    return [
-        _Engine(_load_one(request, group), length_stats.load(group[0].data_dir), is_back)
-        for group, is_back in zip(request.groups, directions, strict=False)
-    ]
 
 
 def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:

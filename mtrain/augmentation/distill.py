@@ -68,11 +68,6 @@ class MeasuredSystem:
     num_parameters: int  # of all models of an ensemble
     lines_per_s: float
 
-    @property
-    def full_name(self) -> str:
-        """The name of the system in results and comparisons."""
-        return f"{self.name} {self.search}"
-
 
 @dataclass(frozen=True)
 class DistillReport:
@@ -104,7 +99,7 @@ def compare(
         for system, translations in _measure(name, runs, tests, device):
             systems.append(system)
             for test, lines in translations.items():
-                outputs[test][system.full_name] = lines
+                outputs[test][f"{system.name} {system.search}"] = lines
     tgt_lang = student.config.data.tgt_lang
     options = ScoringOptions().for_language(tgt_lang)
     reports = {name: report_on(name, tests[name], outputs[name], options) for name in tests}

@@ -5,6 +5,7 @@ Validation, `mtrain eval`, `mtrain translate` and `Model.translate` all translat
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -74,9 +75,6 @@ class SearchEngine(Protocol):
     ) -> SearchEngine:
         """Return this engine with other options and limits."""
 
-    def without_repeats(self, order: int) -> SearchEngine:
-        """Return this engine with targets that repeat no n-gram of this order."""
-
     def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
         """Begin to search for the best targets of each source."""
 
@@ -106,10 +104,12 @@ def search(
     rows = [row for row, best in enumerate(best_of) if best and _repeats(sources[row], best)]
     if not rows:
         return best_of, set()
-    retrying = engine.without_repeats(_RETRY_NGRAM).start_search([sources[row] for row in rows])
+    retrying = copy.copy(engine)
+    retrying.options = replace(options, no_repeat_ngram=_RETRY_NGRAM)
+    retried = retrying.start_search([sources[row] for row in rows])
     improved = {
         row: best
-        for row, best in zip(rows, retrying.result(), strict=True)
+        for row, best in zip(rows, retried.result(), strict=True)
         if best and not _repeats(sources[row], best)
     }
     return [improved.get(row, best) for row, best in enumerate(best_of)], {*improved}

@@ -238,10 +238,6 @@ class Translator:
         other.options, other.limits = options, limits
         return other
 
-    def without_repeats(self, order: int) -> Translator:
-        """Return a translator whose targets repeat no n-gram of this order."""
-        return self.with_options(replace(self.options, no_repeat_ngram=order), self.limits)
-
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 

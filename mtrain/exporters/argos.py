@@ -99,7 +99,7 @@ _SEARCH = {  # as argostranslate.translate.apply_packaged_translation calls CTra
 }
 
 
-num_positions = ctranslate2.num_positions
+MIN_POSITIONS = ctranslate2.MIN_POSITIONS
 
 
 def write(

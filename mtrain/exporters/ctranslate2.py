@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,13 +84,8 @@ NOTES = """\
   beams rank a little differently. Only with `min_decoding_length=0` can the translation of a line
   that is not empty be empty, as in mtrain.
 """
-_MIN_POSITIONS = 4096
+MIN_POSITIONS = 4096
 _POLL_S = 0.002  # between two checks whether a translation with limits is done
-
-
-def num_positions(config: Config) -> int:
-    """Return the most tokens of a source, and of a target; more are an error."""
-    return longest(config, _MIN_POSITIONS)
 
 
 def write(
@@ -126,7 +120,7 @@ def write_model(
         activation=activations[sizes.activation],
     )
     tgt = tokenizer.tgt
-    _fill(spec, model, num_positions(config), masked_ids=[tgt.pad, tgt.bos])
+    _fill(spec, model, longest(config, MIN_POSITIONS), masked_ids=[tgt.pad, tgt.bos])
     unk, bos, eos = tgt.pieces_of([tgt.unk, tgt.bos, tgt.eos])
     spec.config.unk_token, spec.config.bos_token, spec.config.eos_token = unk, bos, eos
     spec.config.decoder_start_token = bos
@@ -301,7 +295,7 @@ def check_options(config: Config, options: DecodingOptions) -> None:
         raise ConfigError(
             f"`num_best` must be 1 for `--engine ctranslate2`, but is {options.num_best} instead."
         )
-    limit = num_positions(config) - options.max_extra_tokens - 1
+    limit = longest(config, MIN_POSITIONS) - options.max_extra_tokens - 1
     if options.max_input_tokens is not None and options.max_input_tokens > limit:
         raise ConfigError(
             f"`--max-input-tokens` must be at most {limit} for `--engine ctranslate2`, but is "
@@ -331,12 +325,6 @@ class CTranslate2Translator:
         check_options(self._config, options)
         other = copy.copy(self)
         other.options, other.limits = options, limits
-        return other
-
-    def without_repeats(self, order: int) -> CTranslate2Translator:
-        """Return a translator whose targets contain no n-gram of this order twice."""
-        other = copy.copy(self)
-        other.options = replace(self.options, no_repeat_ngram=order)
         return other
 
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:

@@ -224,9 +224,7 @@ class Exporter(Protocol):
     TAG: str  # in the model card: a tag of the Hugging Face Hub
     USE: str  # in the model card: how to translate, with `{line}` and other fields of it
     NOTES: str  # in the model card: a list of limits and differences
-
-    def num_positions(self, config: Config) -> int:
-        """Return the most tokens of a source, and of a target."""
+    MIN_POSITIONS: int  # tokens of a source that it takes at least, and of a target
 
     def write(
         self,

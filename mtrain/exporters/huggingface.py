@@ -75,7 +75,7 @@ NOTES = """\
 - `>>x<<` at the beginning of a line is read as a language code; mtrain reads it as text.
 - "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
 """
-_MIN_POSITIONS = 1024  # not more, because transformers computes their table at each load
+MIN_POSITIONS = 1024  # not more, because transformers computes their table at each load
 _MODULES = {  # of a layer, by their names in mtrain; a weight is split by rows among several
     "self_attention.queries_keys_values": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "self_attention.output": "self_attn.out_proj",
@@ -101,7 +101,7 @@ def write(
     dtype = getattr(torch, quantization or "float32")
     weights = {name: weight.to(dtype) for name, weight in _weights(model).items()}
     save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
-    limit, sizes = num_positions(config), model.config
+    limit, sizes = longest(config, MIN_POSITIONS), model.config
     tgt, decoding = tokenizer.tgt, config.decoding
     model_settings = architecture(model, tokenizer) | {
         "decoder_vocab_size": len(tgt),
@@ -128,11 +128,6 @@ def write(
         settings.save_pretrained(directory)
         transformers.GenerationConfig(**generation_settings).save_pretrained(directory)
     _write_tokenizer(tokenizer, config, limit, directory)
-
-
-def num_positions(config: Config) -> int:
-    """Return the most tokens of a source, and of a target."""
-    return longest(config, _MIN_POSITIONS)
 
 
 def architecture(model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -89,7 +89,7 @@ NOTES = """\
 - A source of more than {num_positions:,} tokens gives an empty line.
 - Marian writes `<unk>` and line breaks only with `--allow-unk` and `--allow-special`.
 """
-_MIN_POSITIONS = 1024
+MIN_POSITIONS = 1024
 _MAX_LENGTH_FACTOR = 3  # of an output to its source; Marian's default
 _MODULES = {  # of a layer, by their names in mtrain; a weight is split by rows among several
     "self_attention.queries_keys_values": ["self_?q", "self_?k", "self_?v"],
@@ -101,11 +101,6 @@ _MODULES = {  # of a layer, by their names in mtrain; a weight is split by rows 
     "feed_forward.outer": ["ffn_?2"],
 }
 _NORMS = {"encoder": ["self_Wo", "ffn_ffn"], "decoder": ["self_Wo", "context_Wo", "ffn_ffn"]}
-
-
-def num_positions(config: Config) -> int:
-    """Return the most tokens of a source."""
-    return longest(config, _MIN_POSITIONS)
 
 
 def write(
@@ -146,7 +141,7 @@ def write(
         "vocabs": [SOURCE_FILE, TARGET_FILE],
         "beam-size": config.decoding.beam,
         "normalize": config.decoding.length_alpha,
-        "max-length": num_positions(config),
+        "max-length": longest(config, MIN_POSITIONS),
         "max-length-factor": _MAX_LENGTH_FACTOR,
         "mini-batch": BATCH_SIZE,
         "maxi-batch": 100,
@@ -154,7 +149,7 @@ def write(
         "cpu-threads": 1,
     }
     (directory / "decoder.yml").write_text(yaml.safe_dump(decoder, sort_keys=False))
-    return _with_wavelengths(model, num_positions(config))
+    return _with_wavelengths(model, longest(config, MIN_POSITIONS))
 
 
 def _with_wavelengths(model: Transformer, count: int) -> Transformer:

@@ -22,7 +22,7 @@ from mtrain.decode.translator import Translator
 from mtrain.errors import RunError
 from mtrain.evaluation.evaluation import TestResult
 from mtrain.evaluation.metrics import Score, language_tokenizer
-from mtrain.exporters.exporter import Exporter
+from mtrain.exporters.exporter import Exporter, longest
 from mtrain.io.atomic import sha256_if_readable
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
@@ -114,7 +114,7 @@ def readme(
         "beam": config.decoding.beam,
         "alpha": config.decoding.length_alpha,
         "max_length": config.data.max_tokens + config.decoding.max_extra_tokens,
-        "num_positions": exporter.num_positions(config),
+        "num_positions": longest(config, exporter.MIN_POSITIONS),
     }
     return _CARD.format(
         front=yaml.safe_dump(tree, sort_keys=False, allow_unicode=True),

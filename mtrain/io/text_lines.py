@@ -15,8 +15,8 @@ class TextLines:
         self.lines = LINE_BREAK.split(text)  # without their line breaks, indents included
         self._breaks = [*LINE_BREAK.findall(text), ""]
 
-    def join(self, translations: Sequence[str]) -> str:
-        """Join a translation of each line; keep line breaks, and the spaces around each line."""
+    def join(self, translations: Sequence[object]) -> str:
+        """Join the `str` of each line's translation; keep line breaks, and spaces around lines."""
         written = []
         for line, translation, line_break in zip(
             self.lines, translations, self._breaks, strict=True

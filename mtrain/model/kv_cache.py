@@ -64,10 +64,6 @@ class KVCache:
         self.slots_NT = np.concatenate([self.slots_NT, new_N[:, None]], 1)
         self.length_N = self.length_N + 1
 
-    def reserve(self, count: int) -> Ints:
-        """Return the free slots of the target pool, at least `count` of them."""
-        return self.pasts.reserve(count, self.slots_NT)
-
     def replace(
         self, slots_NT: Ints, src_slots_NS: Ints, length_N: Ints, num_allocated: int
     ) -> None:

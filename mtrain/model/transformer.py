@@ -192,7 +192,8 @@ class Transformer(nn.Module):
         decoder, device = self._compiled_decoder, self.tgt_embedding.weight.device
         if decoder is None or device.type != "cpu":
             return None
-        free_slots = cache.reserve(num_slots_for(len(rows.ids_N), len(num_places_B), rules.beam))
+        num_slots = num_slots_for(len(rows.ids_N), len(num_places_B), rules.beam)
+        free_slots = cache.pasts.reserve(num_slots, cache.slots_NT)
         pools, stop = (cache.pasts.layers, cache.sources.layers), cache.max_length + MAX_POSITIONS
         steps = search_steps(
             decoder,

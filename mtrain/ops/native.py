@@ -266,7 +266,6 @@ class Functions:
     def __init__(self, library: ctypes.CDLL, dtype_name: str) -> None:
         self._library, self.dtype_name = library, dtype_name
         self.k_group_size = 2 if dtype_name == "bf16" else 1
-        self._by_name: dict[str, Callable[..., int]] = {}
 
     @functools.cached_property
     def tile_columns(self) -> int:
@@ -298,10 +297,7 @@ class Functions:
             IndexError: if a target, a token or a slot of the cache is out of range.
             RuntimeError: if a tensor has no data.
         """
-        function = self._by_name.get(name)
-        if function is None:
-            function = getattr(self._library, f"{name}_{self.dtype_name}")
-            self._by_name[name] = function
+        function = getattr(self._library, f"{name}_{self.dtype_name}")
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         if 0 in pointers and any(x is not None and not x.data_ptr() and x.numel() for x in tensors):
             raise RuntimeError(f"{name} must be called with tensors that have data in memory.")

@@ -25,26 +25,19 @@ _BLOCK = 64  # as in `decode_linear.c`
 _LARGEST, _SMALLEST = 127, 1e-30  # as in `int8.c`
 
 
-class Quantised(NamedTuple):
-    """Rows quantised to int8, and the scale of each row.
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise each row of `x` [..., K] to int8, symmetrically, with the scale max|x| / 127.
 
-    Attributes:
+    Returns:
         values: int8 from -127 to 127, [..., K].
         scales: the factor of each row, [...]; NaN for rows that are not finite.
     """
-
-    values: Tensor
-    scales: Tensor
-
-
-def quantise(x: Tensor) -> Quantised:
-    """Quantise each row of `x` [..., K] to int8, symmetrically, with the scale max|x| / 127."""
     most = x.abs().amax(-1)
     is_rounded = most.isfinite() & (most >= _SMALLEST)
     zero = torch.where(most.isfinite(), 0.0, torch.nan)
     inverse = torch.where(is_rounded, _LARGEST / most, 0.0)
     values = torch.nan_to_num(x * inverse[..., None], 0.0).round().to(torch.int8)
-    return Quantised(values, torch.where(is_rounded, most / _LARGEST, zero))
+    return values, torch.where(is_rounded, most / _LARGEST, zero)
 
 
 class RoundedCopy(NamedTuple):

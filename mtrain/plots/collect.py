@@ -80,17 +80,11 @@ class AttentionPicture(NamedTuple):
 
 
 class BatchSize(NamedTuple):
-    """The numbers of tokens of a batch, and the size of its padded tensors."""
+    """The number of tokens of a batch, and the size of its padded tensors."""
 
-    num_src_tokens: int
-    num_tgt_tokens: int
+    num_tokens: int  # of both sides
     num_positions: int  # of both sides, padding included
     width: int  # of the longer side
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of both sides."""
-        return self.num_src_tokens + self.num_tgt_tokens
 
 
 @dataclass(frozen=True)
@@ -338,7 +332,8 @@ def training_name(training: TrainingData) -> str:
 def batch_size(batch: Batch) -> BatchSize:
     """Return the size of a batch."""
     width = max(batch.src_BS.shape[1], batch.tgt_in_BT.shape[1])
-    return BatchSize(batch.num_src_tokens, batch.num_tgt_tokens, batch.num_positions, width)
+    num_tokens = batch.num_src_tokens + batch.num_tgt_tokens
+    return BatchSize(num_tokens, batch.num_positions, width)
 
 
 def padding(sizes: Sequence[BatchSize]) -> float:

@@ -24,7 +24,7 @@ from torch import Tensor, uint8
 
 from mtrain.config import config_file
 from mtrain.errors import RunError, WriteError
-from mtrain.io.atomic import remove_dir, sha256, sweep, whole_dir, whole_file
+from mtrain.io.atomic import remove_dir, sha256, whole_dir, whole_file
 
 FORMAT = "1"
 _HEADER = "mtrain"  # the one metadata key of our safetensors files
@@ -413,11 +413,6 @@ def _delete_optimizer(path: Path) -> None:
     with whole_file(path / _MANIFEST) as beside:
         manifest.write(beside)
     (path / _OPTIMIZER).unlink()
-
-
-def delete_unfinished(directory: Path) -> None:
-    """Delete temporary files of killed saves; the caller holds the lock of the run."""
-    sweep(directory / "step-*")
 
 
 class AveragedWeights(Mapping[str, Tensor]):

@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from mtrain.api import Model
 from mtrain.decode.formats import Link, Translation
+from mtrain.decode.shared_search import SearchLimits
 from mtrain.errors import ConfigError
 from mtrain.io.lines import ignore
 from mtrain.io.text_lines import TextLines
@@ -69,20 +69,7 @@ class NoRouteError(Exception):
         self.source, self.target = source, target
 
 
-class _Limits(NamedTuple):
-    deadline_s: float
-    cancel: threading.Event
-
-    def seconds_left(self) -> float:
-        return max(self.deadline_s - time.monotonic(), 0.0)
-
-
-class _PlainText(TextLines):
-    def join(self, translations: Sequence[Translation]) -> str:  # type: ignore[override]
-        return super().join([translation.text for translation in translations])
-
-
-_Document = HtmlText | _PlainText
+_Document = HtmlText | TextLines
 
 
 class Translations:
@@ -151,7 +138,7 @@ class Translations:
             TimeoutError: after `timeout_s`.
             CancelledError: once `cancel` is set.
         """
-        limits = _Limits(time.monotonic() + timeout_s, cancel)
+        limits = SearchLimits(time.monotonic() + timeout_s, cancel)
         results: dict[int, TranslatedText] = {}
         rows_of: dict[str, list[int]] = {}
         detected: dict[int, Detected] = {}
@@ -177,14 +164,14 @@ class Translations:
         request: TranslationRequest,
         rows: Sequence[int],
         models: Sequence[Model],
-        limits: _Limits,
+        limits: SearchLimits,
     ) -> list[TranslatedText]:
         """Translate some texts of a request by the same models."""
         texts = [request.texts[row] for row in rows]
         if not models:
             return [TranslatedText(text) for text in texts]
         documents: list[_Document] = [
-            HtmlText(text, self.has_alignments) if request.is_html else _PlainText(text)
+            HtmlText(text, self.has_alignments) if request.is_html else TextLines(text)
             for text in texts
         ]
         lines = [line for document in documents for line in document.lines]
@@ -241,7 +228,7 @@ def _through(
     prefixes: list[str] | None,
     request: TranslationRequest,
     with_alignment: bool,
-    limits: _Limits,
+    limits: SearchLimits,
 ) -> list[Translation]:
     """Translate lines by each model in turn; only the last one has prefixes and alternatives."""
     translations: list[Translation] = []

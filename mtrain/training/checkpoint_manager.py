@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mtrain.config.sections import Config, TrainingConfig
 from mtrain.errors import RunError, WriteError
+from mtrain.io.atomic import sweep
 from mtrain.io.text_width import count
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Checkpoint, Environment, Progress
@@ -37,7 +38,7 @@ class CheckpointManager:
         """
         step = -1
         if self.process_group.is_first:
-            checkpoint.delete_unfinished(self.directory)
+            sweep(self.directory / "step-*")  # temporary files of killed saves
             if path := checkpoint.newest_whole(self.directory, self.log.say):
                 step = checkpoint.load_progress(path).step
         step = int(self.process_group.broadcast_float(step))

@@ -181,7 +181,7 @@ class Gradients:
         """Compute the loss sums and gradients of a task; leave `parameter.grad` unchanged."""
         self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
-            sums = self.loss(task.batch)
+            sums = loss_of(self.model, task.batch, self.config)
             grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
         return GradientPart(sums, grads)
 
@@ -189,10 +189,6 @@ class Gradients:
         """Seed the GPU's generator, which PyTorch's dropout uses."""
         if self.device.type == "cuda" and task.seed is not None:
             torch.cuda.manual_seed(task.seed)
-
-    def loss(self, batch: Batch) -> LossSum:
-        """Return the loss sums of a batch."""
-        return loss_of(self.model, batch, self.config)
 
     def _accumulate(self, grads: tuple[Tensor, ...]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):

@@ -31,29 +31,29 @@ def expected_of(layer: Linear, x: Tensor, precision: str) -> Tensor:
     if precision == "bfloat16":
         product = x.bfloat16().double() @ layer.weight.bfloat16().double().T
     else:
-        rounded, weights = quantise(x), quantise(layer.weight)
-        product = rounded.values.double() @ weights.values.double().T
-        product *= rounded.scales.double()[:, None] * weights.scales.double()
+        (values, scales), (weights, weight_scales) = quantise(x), quantise(layer.weight)
+        product = values.double() @ weights.double().T
+        product *= scales.double()[:, None] * weight_scales.double()
     return product if layer.bias is None else product + layer.bias.double()
 
 
 @pytest.mark.parametrize("width", [1, 5, 64, 1000])
 def test_int8_quantisation_errors_are_at_most_half_a_step(width):
     x = normal(20, width, dtype=FLOAT)
-    found = quantise(x)
-    assert found.values.dtype is torch.int8
-    assert (found.values.abs().amax(1) == 127).all()
-    rest = (x.double() - found.values.double() * found.scales.double()[:, None]).abs()
-    assert (rest <= 0.5001 * found.scales[:, None]).all()
+    values, scales = quantise(x)
+    assert values.dtype is torch.int8
+    assert (values.abs().amax(1) == 127).all()
+    rest = (x.double() - values.double() * scales.double()[:, None]).abs()
+    assert (rest <= 0.5001 * scales[:, None]).all()
 
 
 def test_rows_of_zeros_have_scale_zero_and_rows_with_nan_or_inf_have_a_nan_scale():
     x = torch.tensor([[0.0, 0.0], [1e-40, 0.0], [math.nan, 1.0], [math.inf, 1.0], [2.0, -1.0]])
-    found = quantise(x)
-    assert found.values.tolist() == [[0, 0], [0, 0], [0, 0], [0, 0], [127, -64]]
-    assert found.scales[:2].tolist() == [0.0, 0.0]
-    assert found.scales[2:4].isnan().all()
-    assert found.scales[4] == pytest.approx(2 / 127)
+    values, scales = quantise(x)
+    assert values.tolist() == [[0, 0], [0, 0], [0, 0], [0, 0], [127, -64]]
+    assert scales[:2].tolist() == [0.0, 0.0]
+    assert scales[2:4].isnan().all()
+    assert scales[4] == pytest.approx(2 / 127)
 
 
 @BOTH_PATHS
@@ -193,8 +193,8 @@ def test_the_logit_errors_of_a_compiled_scan_are_within_its_bounds(one_thread, p
     assert scan is not None
     assert scan.bounds_2U is not None
     if precision == "int8":
-        rounded = quantise(states)
-        error_N = (states - rounded.values * rounded.scales[:, None]).norm(dim=1)
+        values, scales = quantise(states)
+        error_N = (states - values * scales[:, None]).norm(dim=1)
     else:
         error_N = 2**-8 * states.norm(dim=1)
     length_N = states.norm(dim=1) + error_N

@@ -338,8 +338,8 @@ def test_the_drawn_batches_match_the_plan_of_the_first_epoch(
     assert batches.is_whole_epoch
     assert len(batches.sizes) == plan.num_batches
     assert collect.padding(batches.sizes) == pytest.approx(plan.padding)
-    assert sum(size.num_src_tokens for size in batches.sizes) == data.num_src_tokens
-    assert sum(size.num_tgt_tokens for size in batches.sizes) == data.num_tgt_tokens
+    num_tokens = data.num_src_tokens + data.num_tgt_tokens
+    assert sum(size.num_tokens for size in batches.sizes) == num_tokens
 
 
 def test_only_the_first_batches_of_a_long_epoch_are_drawn(

@@ -25,11 +25,12 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
-from mtrain.config.sections import ConsistencyConfig
+from mtrain.config.sections import ConsistencyConfig, TrainingConfig
 from mtrain.data import prepare
 from mtrain.data.batch import Batch, UpdateBatches, collate
 from mtrain.errors import RunError
 from mtrain.evaluation.metrics import bleu
+from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
@@ -41,7 +42,7 @@ from mtrain.training import gradients as gradients_module
 from mtrain.training import trainer as trainer_module
 from mtrain.training.checkpoint_manager import CheckpointManager
 from mtrain.training.gradients import GradientPart, Gradients, GradientTask
-from mtrain.training.loss import LossSum
+from mtrain.training.loss import LossSum, loss_of
 from mtrain.training.meters import RunningMeter
 from mtrain.training.trainer import Trainer
 from mtrain.training.validation import ValidationSet
@@ -371,7 +372,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
         num_tokens = [batch.num_tgt_tokens for batch in micro_batches]
         assert len(set(num_tokens)) > 1
         trainer.model.train()
-        sums = [trainer.gradients.loss(batch) for batch in micro_batches]
+        sums = [loss_of(trainer.model, batch, trainer.settings) for batch in micro_batches]
         (sum(part.loss for part in sums) / sum(num_tokens)).backward()
         gradients = [parameter.grad for parameter in trainer.model.parameters()]
         expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
@@ -501,13 +502,12 @@ def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
 def test_an_error_in_a_gradient_thread_is_raised_with_traceback_and_all_threads_end(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
-    def broken(gradients: Gradients, batch: Batch) -> LossSum:
+    def broken(model: Transformer, batch: Batch, config: TrainingConfig) -> LossSum:
         if threading.current_thread() is threading.main_thread():
-            return loss(gradients, batch)
+            return loss_of(model, batch, config)
         raise ZeroDivisionError("in a thread")
 
-    loss = Gradients.loss
-    monkeypatch.setattr(Gradients, "loss", broken)
+    monkeypatch.setattr(gradients_module, "loss_of", broken)
     with pytest.raises(ZeroDivisionError, match="in a thread") as error:
         train(source, run=str(tmp_path / "run"))
     frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
