@@ -1184,6 +1184,20 @@ INIT = [
         "tests/autoconfig/test_presets.py",
     ),
     Mutation(
+        "singular values of Muon begin above 1",
+        "mtrain/training/optimizer.py",
+        "_MARGIN = 1.02  #",
+        "_MARGIN = 1.0  #",
+        "tests/training/test_muon.py",
+    ),
+    Mutation(
+        "Muon makes two iterations",
+        "mtrain/training/optimizer.py",
+        "    (2.6613, -1.9772, 0.4526),\n",
+        "",
+        "tests/training/test_muon.py",
+    ),
+    Mutation(
         "the rate of Muon is the same for all lengths",
         "mtrain/autoconfig/presets.py",
         "min(batch_factor * length_factor, warmup_factor)",

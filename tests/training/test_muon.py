@@ -1,10 +1,12 @@
 """Muon on stacked matrices matches PyTorch's Muon, which updates one matrix at a time."""
 
+import numpy as np
 import pytest
 import torch
 from builders import model_config, transformer
 from torch import Tensor, nn
 
+from mtrain.training import optimizer
 from mtrain.training.optimizer import BatchedMuon, linear_weights, orthogonalised
 
 SHAPES = [(4, 4), (4, 12), (12, 4), (8, 4), (4, 4), (4, 8), (12, 4)]
@@ -23,7 +25,11 @@ def set_grads(parameters: list[nn.Parameter], step: int) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_batched_muon_updates_match_torch_muon(weight_decay: float) -> None:
+def test_batched_muon_with_torch_polynomials_matches_torch_muon(
+    weight_decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "_POLYNOMIALS", ((3.4445, -4.7750, 2.0315),) * 5)
+    monkeypatch.setattr(optimizer, "_MARGIN", 1.0)
     ours, theirs = matrices(), matrices()
     muon = BatchedMuon(ours, weight_decay)
     muon.param_groups[0]["lr"] = LR
@@ -99,12 +105,44 @@ def test_a_step_with_found_inf_none_equals_one_with_found_inf_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (16, 16)])
-def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int]) -> None:
+def test_singular_values_above_a_hundredth_of_the_norm_become_about_one(
+    shape: tuple[int, int],
+) -> None:
     rng = torch.Generator().manual_seed(0)
     stack: Tensor = torch.randn(3, *shape, generator=rng)
-    values = torch.linalg.svdvals(orthogonalised(stack).float())
+    left, before, right = torch.linalg.svd(stack, full_matrices=False)
+    after = (left.mT @ orthogonalised(stack).float() @ right.mT).diagonal(dim1=1, dim2=2)
+    is_large = before >= 0.0105 * stack.norm(dim=(1, 2))[:, None]
+    assert is_large.float().mean() > 0.9
+    assert float(after[is_large].min()) > 0.65
+    assert float(after.max()) < 1.35
+
+
+def test_each_polynomial_is_the_nearest_to_one_on_the_interval_that_the_one_before_maps_to() -> (
+    None
+):
+    """The error of the nearest one is largest at four points, with alternating signs."""
+    least, most = 0.01, 1.0
+    for a, b, c in optimizer._POLYNOMIALS:
+        x = np.linspace(least, most, 100_001)
+        error = a * x + b * x**3 + c * x**5 - 1
+        is_turn = np.diff(np.sign(np.diff(error)), prepend=0, append=0) != 0
+        is_turn[[0, -1]] = True
+        extremes = error[is_turn]
+        assert len(extremes) == 4
+        assert (np.diff(np.sign(extremes)) != 0).all()
+        largest = float(np.abs(extremes).max())
+        assert np.abs(extremes) == pytest.approx([largest] * 4, abs=0.002)
+        least, most = 1 - largest, 1 + largest
+    assert largest == pytest.approx(0.27, abs=0.005)
+
+
+def test_a_singular_value_that_is_the_whole_norm_becomes_about_one() -> None:
+    rng = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(200, 16, 1, generator=rng) for _ in range(2))
+    values = torch.linalg.svdvals(orthogonalised(left @ right.mT).float())[:, 0]
     assert float(values.min()) > 0.6
-    assert float(values.max()) < 1.3
+    assert float(values.max()) < 1.4
 
 
 @pytest.mark.parametrize("tie", ["all", "decoder", "none"])
