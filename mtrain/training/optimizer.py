@@ -14,12 +14,20 @@ from torch.optim import AdamW, Optimizer
 from mtrain.model.transformer import Transformer
 
 # ax + bx^3 + cx^5, an iteration of Muon each: the nearest to 1 on the interval of the singular
-# values, which is [0.01, 1] at first (Polar Express, Amsel et al. 2025, arXiv 2505.16932)
+# values, which is [0.01, 1] at first, and [0.003, 1] for larger matrices, whose values are smaller
+# beside their norm (Polar Express, Amsel et al. 2025, arXiv 2505.16932)
 _POLYNOMIALS = (
     (8.0934, -23.6204, 17.4462),
     (3.6366, -2.7219, 0.5365),
     (2.6613, -1.9772, 0.4526),
 )
+_POLYNOMIALS_OF_LARGER = (
+    (8.3837, -24.7659, 18.3571),
+    (4.0434, -3.0114, 0.5695),
+    (3.5056, -2.6267, 0.5257),
+    (2.4901, -1.8343, 0.4368),
+)
+_LARGER = 128  # the shorter side is longer than this
 _MARGIN = 1.02  # above 1 the polynomials grow fast: rounding in bfloat16 must not lead there
 _EPS = 1e-7
 _MOMENTUM = 0.95  # of Muon, in Nesterov's form
@@ -56,7 +64,7 @@ def linear_weights(model: Transformer) -> list[Tensor]:
 class BatchedMuon(UncompiledOptimizer):
     """`torch.optim.Muon` with `match_rms_adamw`, on all matrices of one shape together.
 
-    It updates by momentum, made orthogonal by three iterations instead of PyTorch's five.
+    It updates by momentum, made orthogonal by three or four iterations instead of PyTorch's five.
 
     Attributes:
         found_inf: scalar, 1 to skip the update and 0 to make it, as in PyTorch's fused optimizers;
@@ -126,7 +134,8 @@ def orthogonalised(matrix_NAB: Tensor) -> Tensor:
     x_NAB = matrix_NAB.bfloat16()
     x_NAB = x_NAB / (_MARGIN * x_NAB.norm(dim=(-2, -1), keepdim=True)).clamp(min=_EPS)
     is_tall = x_NAB.shape[-2] > x_NAB.shape[-1]
-    for a, b, c in _POLYNOMIALS:
+    is_larger = min(x_NAB.shape[-2:]) > _LARGER
+    for a, b, c in _POLYNOMIALS_OF_LARGER if is_larger else _POLYNOMIALS:
         gram = x_NAB.mT @ x_NAB if is_tall else x_NAB @ x_NAB.mT  # of the shorter side
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         left, right = (x_NAB, polynomial) if is_tall else (polynomial, x_NAB)

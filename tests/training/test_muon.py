@@ -104,26 +104,33 @@ def test_a_step_with_found_inf_none_equals_one_with_found_inf_zero() -> None:
     assert all(map(torch.equal, ours, others))
 
 
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (16, 16)])
-def test_singular_values_above_a_hundredth_of_the_norm_become_about_one(
-    shape: tuple[int, int],
+@pytest.mark.parametrize(
+    ("shape", "least"), [((16, 48), 0.01), ((48, 16), 0.01), ((16, 16), 0.01), ((130, 140), 0.003)]
+)
+def test_singular_values_above_a_share_of_the_norm_become_about_one(
+    shape: tuple[int, int], least: float
 ) -> None:
     rng = torch.Generator().manual_seed(0)
     stack: Tensor = torch.randn(3, *shape, generator=rng)
     left, before, right = torch.linalg.svd(stack, full_matrices=False)
     after = (left.mT @ orthogonalised(stack).float() @ right.mT).diagonal(dim1=1, dim2=2)
-    is_large = before >= 0.0105 * stack.norm(dim=(1, 2))[:, None]
+    is_large = before >= 1.05 * least * stack.norm(dim=(1, 2))[:, None]
     assert is_large.float().mean() > 0.9
     assert float(after[is_large].min()) > 0.65
     assert float(after.max()) < 1.35
 
 
-def test_each_polynomial_is_the_nearest_to_one_on_the_interval_that_the_one_before_maps_to() -> (
-    None
-):
+@pytest.mark.parametrize(
+    ("polynomials", "least", "last_error"),
+    [(optimizer._POLYNOMIALS, 0.01, 0.27), (optimizer._POLYNOMIALS_OF_LARGER, 0.003, 0.2)],
+    ids=["smaller", "larger"],
+)
+def test_each_polynomial_is_the_nearest_to_one_on_the_interval_that_the_one_before_maps_to(
+    polynomials: tuple[tuple[float, float, float], ...], least: float, last_error: float
+) -> None:
     """The error of the nearest one is largest at four points, with alternating signs."""
-    least, most = 0.01, 1.0
-    for a, b, c in optimizer._POLYNOMIALS:
+    most = 1.0
+    for a, b, c in polynomials:
         x = np.linspace(least, most, 100_001)
         error = a * x + b * x**3 + c * x**5 - 1
         is_turn = np.diff(np.sign(np.diff(error)), prepend=0, append=0) != 0
@@ -132,14 +139,15 @@ def test_each_polynomial_is_the_nearest_to_one_on_the_interval_that_the_one_befo
         assert len(extremes) == 4
         assert (np.diff(np.sign(extremes)) != 0).all()
         largest = float(np.abs(extremes).max())
-        assert np.abs(extremes) == pytest.approx([largest] * 4, abs=0.002)
+        assert np.abs(extremes) == pytest.approx([largest] * 4, abs=0.006)
         least, most = 1 - largest, 1 + largest
-    assert largest == pytest.approx(0.27, abs=0.005)
+    assert largest == pytest.approx(last_error, abs=0.005)
 
 
-def test_a_singular_value_that_is_the_whole_norm_becomes_about_one() -> None:
+@pytest.mark.parametrize("size", [16, 130])
+def test_a_singular_value_that_is_the_whole_norm_becomes_about_one(size: int) -> None:
     rng = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(200, 16, 1, generator=rng) for _ in range(2))
+    left, right = (torch.randn(200, size, 1, generator=rng) for _ in range(2))
     values = torch.linalg.svdvals(orthogonalised(left @ right.mT).float())[:, 0]
     assert float(values.min()) > 0.6
     assert float(values.max()) < 1.4
