@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mtrain.errors import RunError, damaged
 from mtrain.io.atomic import whole_file
@@ -132,7 +132,7 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
         "always": torch.from_numpy(learned.is_always_V),
     }
     with whole_file(path) as unfinished:
-        save_file(tensors, unfinished, {"tokenizer": fingerprint})
+        unfinished.write_bytes(save(tensors, {"tokenizer": fingerprint}))
     return replace(learned, is_shared=is_shared)
 
 

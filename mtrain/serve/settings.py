@@ -46,6 +46,8 @@ class ServerSettings:
     log_text: bool = False
 
     def __post_init__(self) -> None:
+        if not self.host:  # it would listen on all addresses
+            raise ConfigError("`--host` must be an address, but is empty.")
         prefix = self.url_prefix
         if prefix and (not prefix.startswith("/") or prefix.endswith("/") or "//" in prefix):
             raise ConfigError(

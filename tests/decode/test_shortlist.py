@@ -80,6 +80,7 @@ def test_a_shortlist_is_learned_once_and_kept_in_the_run_folder(run: RunDir):
     first = load(run)
     path = run.path / "shortlist.safetensors"
     written = path.stat().st_mtime_ns
+    assert path.stat().st_mode == run.config_path.stat().st_mode  # others may read it
     shutil.rmtree(run.data_dir)
     second = load(run)
     assert path.stat().st_mtime_ns == written

@@ -217,6 +217,14 @@ def test_an_address_in_use_is_an_error(cli: Cli, trained: RunDir) -> None:
         )
 
 
+def test_an_empty_host_is_refused_and_does_not_mean_all_addresses(
+    cli: Cli, trained: RunDir
+) -> None:
+    assert refused(cli, trained.path, "--host", "") == (
+        "`--host` must be an address, but is empty."
+    )
+
+
 def test_a_url_prefix_must_begin_with_a_slash_and_end_without_one(
     cli: Cli, trained: RunDir
 ) -> None:
