@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from mtrain.errors import RunError, damaged
 from mtrain.io.atomic import whole_file
 from mtrain.ops.packed_weights import Ints
+from mtrain.run.checkpoint import save_tensors
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -132,7 +132,7 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
         "always": torch.from_numpy(learned.is_always_V),
     }
     with whole_file(path) as unfinished:
-        unfinished.write_bytes(save(tensors, {"tokenizer": fingerprint}))
+        save_tensors(unfinished, tensors, {"tokenizer": fingerprint})
     return replace(learned, is_shared=is_shared)
 
 

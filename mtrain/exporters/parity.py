@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mtrain.data.prepare import ParallelLines
+from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import EncodedSource, Ensemble, EnsembleState, Padded, Translator
 from mtrain.exporters.exporter import (
     Agreement,
@@ -181,8 +182,9 @@ class LogProbSearcher:
     """The run's model searched as other libraries do: by log-probability, without other options."""
 
     def __init__(self, translator: Translator, masks_special: bool) -> None:
-        options = replace(
-            translator.options, length_alpha=0.0, no_repeat_ngram=0, early_stop=False, mbr=None
+        extra, batch_tokens = translator.options.max_extra_tokens, translator.options.batch_tokens
+        options = DecodingOptions(
+            length_alpha=0.0, max_extra_tokens=extra, batch_tokens=batch_tokens
         )
         models, tokenizer = translator.ensemble.models, translator.tokenizer
         self.translator = Translator(models, tokenizer, options, translator.device)

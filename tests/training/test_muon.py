@@ -117,7 +117,7 @@ def test_singular_values_above_a_share_of_the_norm_become_about_one(
     is_large = before >= 1.05 * least * stack.norm(dim=(1, 2))[:, None]
     assert is_large.float().mean() > 0.9
     assert float(after[is_large].min()) > 0.65
-    assert float(after.max()) < 1.35
+    assert float(after.max()) < 1.3
 
 
 @pytest.mark.parametrize(
