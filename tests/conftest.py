@@ -26,6 +26,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other tests need the cores it would spin on
 
 import torch
 from fork_server import MtrainProcess
