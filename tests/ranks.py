@@ -23,6 +23,7 @@ from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch, UpdateBatches
+from mtrain.evaluation import significance
 from mtrain.model.transformer import DecoderLayer, EncoderLayer, Transformer
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
@@ -36,6 +37,7 @@ from mtrain.training.trainer import Trainer
 from mtrain.training.training_state import TrainingState
 
 PATIENCE_S = 120
+NUM_TRIALS = 200  # of approximate randomisation, where only equal p-values are compared
 
 
 class Ended(NamedTuple):
@@ -125,6 +127,12 @@ def command_line(arguments: list[str]) -> None:
     """Do what `mtrain ARGUMENTS` does."""
     sys.argv = ["mtrain", *arguments]
     main()
+
+
+def with_few_trials(arguments: list[str]) -> None:
+    """Do what the command line does, with few trials for p-values."""
+    significance.NUM_TRIALS = NUM_TRIALS
+    command_line(arguments)
 
 
 def apart(arguments: list[str], directory: Path) -> None:

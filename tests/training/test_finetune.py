@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Cli
 from fork_server import needs_fork_server
-from ranks import Ranks, ranks
+from ranks import NUM_TRIALS, Ranks, ranks, with_few_trials
 from run_folders import step_lines
 from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
 
@@ -18,6 +18,7 @@ from mtrain.data.batch import MicroBatchSplit, Position
 from mtrain.data.loader import TrainingData, read_ids
 from mtrain.data.prepare import damaged_files
 from mtrain.decode.pipeline import translate_lines
+from mtrain.evaluation import significance
 from mtrain.exporters import huggingface, model_card
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
@@ -26,6 +27,12 @@ from mtrain.tokenizer import sentencepiece
 from mtrain.training.trainer import Stopped, Trainer
 
 __all__ = ["ranks"]
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take half a second less for each table of scores before and after fine-tuning."""
+    monkeypatch.setattr(significance, "NUM_TRIALS", NUM_TRIALS)
 
 
 @pytest.fixture(scope="module")
@@ -415,12 +422,12 @@ def test_json_output_and_two_ranks_have_the_scores_before_and_after_fine_tuning(
     assert scores[2]["value"] > 0
     assert trees["held_out"]["scores"] == trees["held_out"]["before_and_after"]["scores"][2:]
     for option, alone in (([], text), (["--json"], as_json)):
-        ended = ranks.mtrain(2, "eval", run, *option)
+        ended = ranks(2, with_few_trials, ["eval", str(run), *option])
         assert ended.codes == [0, 0], ended.err
         assert ended.out == [alone.out.decode(), ""]
     shutil.move(base.path, tmp_path / "moved")
     try:
-        ended = ranks.mtrain(2, "eval", run)
+        ended = ranks(2, with_few_trials, ["eval", str(run)])
     finally:
         shutil.move(tmp_path / "moved", base.path)
     assert ended.codes == [0, 0], ended.err
