@@ -305,6 +305,7 @@ def test_each_instruction_set_passes_the_tests_of_the_operations(name):
     same = ("test_native", "test_build", "test_refusals")
     others = [path for path in files if Path(path).stem not in same]
     command = ["pytest", "-qq", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-p", "no:logging"]  # it visits all loggers of PyTorch six times for each test
     names = "compiled or multiplied or packed_linear or argmax or a_projection or zeros"
     command += ["-k", f"({names}) and not never_holds", *others]
     environment = os.environ | {"MTRAIN_NATIVE": name}
