@@ -226,14 +226,16 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     """Return for each model whether it translates from targets to sources.
 
     Raises:
-        RunError: if the direction of a run does not fit the mode.
+        RunError: if the direction of a run does not fit the mode, or it is not trained.
     """
     forward, back = (data.src_lang, data.tgt_lang), (data.tgt_lang, data.src_lang)
     allowed = {"forward": [forward], "back": [back], "again": [forward, back]}[request.mode]
-    directions = [run.check_direction(allowed, f"--{request.mode}") for run in request.runs]
+    directions = [run.check_direction(allowed, f"for `--{request.mode}`") for run in request.runs]
     if request.judge is not None:
         other = [forward if request.mode == "back" else back]
-        request.judge.check_direction(other, "--agree-with")
+        request.judge.check_direction(other, "for `--agree-with`")
+    for run in [*request.runs, *([request.judge] if request.judge else [])]:
+        run.check_trained()
     return [direction == back for direction in directions]
 
 

@@ -454,8 +454,8 @@ def load(
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its files do not fit, if
-            several have different target vocabularies, or if the `reverse` of `loading` does not
-            translate in the other direction.
+            several have different directions or target vocabularies, or if the `reverse` of
+            `loading` does not translate in the other direction.
         ConfigError: if the device, the precision or a shortlist cannot be used.
     """
     keep_freed_memory()
@@ -464,7 +464,10 @@ def load(
     configs = [run.config for run in folders]
     if loading.reverse is not None:
         data = configs[0].data
-        loading.reverse.check_direction([(data.tgt_lang, data.src_lang)], "--rerank-with")
+        loading.reverse.check_direction([(data.tgt_lang, data.src_lang)], "for `--rerank-with`")
+        loading.reverse.check_trained()
+    for run in folders[1:]:
+        run.check_direction(folders[0].directions, f"as {folders[0].path} does")
     device = pick_device(loading.process_group.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
     src_vocabularies: list[Vocabulary] = []  # equal ones are one object

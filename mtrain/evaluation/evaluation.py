@@ -219,6 +219,7 @@ def evaluate_systems(
     tests_of, translations = {first: tests}, {}
     for system in following:
         if runs := systems[system]:
+            runs[0].check_direction(plan.runs[0].directions, f"as {plan.runs[0].path} does")
             tests_of[system] = plan.text or read_tests(runs[0], list(tests))
             for name, lines in tests_of[system].items():
                 _check_references(runs[0].path, name, lines.refs[0], plan, tests[name].refs[0])

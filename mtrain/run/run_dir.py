@@ -141,31 +141,38 @@ class RunDir:
         except ConfigError as error:
             raise RunError(f"{error} Restore the file from the run's own copy.") from None
 
-    def check_direction(self, allowed: Sequence[tuple[str, str]], option: str) -> tuple[str, str]:
-        """Return a direction (source, target) of this trained run that is in `allowed`.
+    @property
+    def directions(self) -> list[tuple[str, str]]:
+        """The directions (source, target) of the run; two if it is trained in both."""
+        data = self.config.data
+        direction = (data.src_lang, data.tgt_lang)
+        return [direction, direction[::-1]] if has_both_directions(data.train) else [direction]
 
-        A run that is trained in both directions has two.
+    def check_direction(self, allowed: Sequence[tuple[str, str]], why: str) -> tuple[str, str]:
+        """Return a direction of this run that is in `allowed`.
 
         Raises:
-            RunError: if it is not trained, or none is allowed; the message names `option`.
+            RunError: if none is; `why`, such as "for `--back`", is part of the message.
         """
-        data = self.config.data
-        src_lang, tgt_lang = data.src_lang, data.tgt_lang
-        directions = [(src_lang, tgt_lang)]
-        if has_both_directions(data.train):
-            directions.append((tgt_lang, src_lang))
-        direction = next((pair for pair in directions if pair in allowed), None)
+        direction = next((pair for pair in self.directions if pair in allowed), None)
         if direction is None:
             expected = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
             raise RunError(
-                f"{self.path}: must translate {expected} for `{option}`, but translates "
-                f"{src_lang} to {tgt_lang} instead."
+                f"{self.path}: must translate {expected} {why}, but translates "
+                f"{' to '.join(self.directions[0])} instead."
             )
+        return direction
+
+    def check_trained(self) -> None:
+        """Check that the folder has final weights.
+
+        Raises:
+            RunError: if not.
+        """
         if not self.model_path.is_file():
             raise RunError(
                 f"{self.path}: must be a trained run, but has no {self.model_path.name}."
             )
-        return direction
 
     def check_exists(self) -> None:
         """Check that the folder has a config.

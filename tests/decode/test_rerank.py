@@ -223,11 +223,11 @@ def test_a_run_of_both_directions_can_rerank_its_own_translations(
     files = tree["data"]["train"]
     tree["data"]["train"] = [files, {"src": files["tgt"], "tgt": files["src"]}]
     both.config_path.write_text(yaml.safe_dump(tree), "utf-8")
-    assert both.check_direction([("bb", "aa")], "--back") == ("bb", "aa")
-    assert both.check_direction([("bb", "aa"), ("aa", "bb")], "--again") == ("aa", "bb")
+    assert both.check_direction([("bb", "aa")], "for `--back`") == ("bb", "aa")
+    assert both.check_direction([("bb", "aa"), ("aa", "bb")], "for `--again`") == ("aa", "bb")
     lines = ["ba ce di", "fo gu", "tu so ri ba"]
     plain = mtrain.load(both.path, beam=3).translate(lines, details=True)
     ranked = mtrain.load(both.path, beam=3, rerank_with=both.path).translate(lines, details=True)
     assert all(each.score < other.score for each, other in zip(ranked, plain, strict=True))
     with pytest.raises(RunError, match="must translate de to en for `--back`, but translates aa"):
-        both.check_direction([("de", "en")], "--back")
+        both.check_direction([("de", "en")], "for `--back`")

@@ -323,6 +323,29 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
         assert error_line(cli("eval", run, *options)) == said
 
 
+@pytest.mark.parametrize("options", [["--ensemble"], [], ["--compare"]], ids=str)
+def test_a_run_of_the_opposite_direction_is_refused_beside_another(
+    cli: Cli, reverser: RunDir, back_run: Path, tmp_path: Path, options: list[str]
+) -> None:
+    path, run = write(tmp_path / "text", SOURCES), reverser.path
+    said = f"{back_run}: must translate aa to bb as {run} does, but translates bb to aa instead."
+    outcome = cli("eval", run, *options, back_run, "--src", path, "--ref", path, *GREEDY)
+    assert error_line(outcome) == said
+    assert error_line(cli("translate", run, back_run, path)) == said
+
+
+def test_a_run_of_both_directions_is_an_ensemble_with_a_run_of_either(
+    cli: Cli, reverser: RunDir, back_run: Path, tmp_path: Path
+) -> None:
+    both = RunDir(Path(shutil.copytree(reverser.path, tmp_path / "both")))
+    tree = yaml.safe_load(both.config_path.read_text("utf-8"))
+    files = tree["data"]["train"]
+    tree["data"]["train"] = [files, {"src": files["tgt"], "tgt": files["src"]}]
+    write_config(both.config_path, tree)
+    for runs in ([both.path, back_run], [back_run, both.path], [reverser.path, both.path]):
+        assert cli("translate", *runs, stdin=b"ba ce di").code == 0
+
+
 def test_references_that_differ_only_in_case_are_accepted_with_lowercase(
     cli: Cli, noisy: RunDir, changed: Changed
 ) -> None:
