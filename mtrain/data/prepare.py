@@ -139,6 +139,7 @@ def _tokenize(
     )
     parts = encode.encode(job, PART_PAIRS)
     with whole_dir(run.data_dir) as directory:
+        marks |= _mark_texts(data)
         (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
         encode.collect(parts, job, data.temperature, directory)
         encode.corpus_stats(parts, job.corpora).save(directory)
@@ -353,20 +354,24 @@ def damaged_files(run: RunDir) -> list[Path]:
 def update_tests(config: Config, run: RunDir, console: Console) -> None:
     """Add, replace and remove test sets as a config says; the training pairs stay as they are.
 
-    A test set is written if the run's saved config does not have the same one, or if its text is
-    missing while its files exist. Reports how many pairs of it were trained on.
+    A test set is written if the run's saved config does not have the same one, if its text was made
+    from another corpus, or if it is missing while its files exist. Reports how many pairs of it
+    were trained on.
 
     Raises:
         DataError: if a test set cannot be read, or is empty; nothing is written.
         RunError: if another process is training in the folder.
     """
     old, tests = run.config.data, config.data.tests
+    marks, wanted = _read_tree(run.data_dir / _MARKS_FILE), _mark_texts(config.data)
     new = {
         name: corpus
-        for name, corpus in tests.items()
-        if corpus != old.tests.get(name) or _is_to_come(run, name, corpus)
+        for (name, corpus), (key, mark) in zip(tests.items(), wanted.items(), strict=True)
+        if corpus != old.tests.get(name)
+        or marks.get(key, mark) != mark
+        or _is_to_come(run, name, corpus)
     }
-    gone = {name: corpus for name, corpus in old.tests.items() if tests.get(name) != corpus}
+    gone = old.tests.keys() - tests.keys()
     if not new and not gone:
         return
     with run.locked():
@@ -374,7 +379,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
             name: count_pairs(corpus, f"data.tests.{name}") for name, corpus in new.items()
         }
         written = [run.data_dir / _MARKS_FILE]
-        for name in {**gone, **new}:
+        for name in [*gone, *new]:
             stem = run.data_dir / "tests" / name
             paths = _text_paths(stem)
             if name in new:
@@ -384,7 +389,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
                     path.unlink(missing_ok=True)
             written += paths
         data = old.model_copy(update={"tests": tests})
-        marks = _mark_tests(data, gone.values(), new.values(), _read_tree(written[0]))
+        marks = _mark_tests(data, new.values(), marks)
         write_lines(written[0], [json.dumps(marks, indent=2)])
         if checksums := _read_tree(run.data_dir / _CHECKSUMS_FILE):
             for path in written:
@@ -392,30 +397,35 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
             existing = {name: checksum for name, checksum in checksums.items() if checksum}
             write_lines(run.data_dir / _CHECKSUMS_FILE, [json.dumps(existing, indent=2)])
         run.save_config(run.config.model_copy(update={"data": data}))
-    for name in gone.keys() - new.keys():
+    for name in gone:
         console.say(f"{run.path}: test set {name} removed")
     for name, count in num_pairs.items():
         console.say(f"{run.path}: test set {name} added, {count:,} pairs")
     _say_leaks(run, new, console)
 
 
-def _mark_tests(
-    data: DataConfig, gone: Iterable[Corpus], new: Iterable[Corpus], marks: Tree
-) -> Tree:
+def _mark_texts(data: DataConfig) -> Tree:
+    """Return marks of the corpora that the text of each test set is made from."""
+    return {
+        f"data.tests.{name}": {"corpus": corpus.model_dump(exclude_defaults=True)}
+        for name, corpus in data.tests.items()
+    }
+
+
+def _mark_tests(data: DataConfig, new: Iterable[Corpus], marks: Tree) -> Tree:
     """Drop the marks of files that no corpus names any more, and add those of new test sets."""
     train = (named.corpus for named in corpora_of(data.train))
     needed = {
         path for text in (data.valid, *train, *data.tests.values()) for path in paths_of(text)
     }
-    unused = {path for corpus in gone for path in paths_of(corpus)} - needed
-    marks = {name: mark for name, mark in marks.items() if name not in unused}
+    marks = {name: mark for name, mark in marks.items() if name in needed or "revision" in mark}
     for corpus in new:
         for name in paths_of(corpus):
             stat = Path(name).stat()
             mark = FileMark(stat.st_size, stat.st_mtime_ns, sha256(Path(name)))
             marks[name] = mark._asdict()
         marks |= {name: {"revision": commit} for name, commit in revision_of(corpus).items()}
-    return marks
+    return marks | _mark_texts(data)
 
 
 def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:

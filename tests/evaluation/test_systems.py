@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tasks import copy_task, write, write_config
 
 import mtrain
+from mtrain.data import prepare
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator, load
 from mtrain.evaluation import evaluation, metrics, significance
@@ -70,6 +71,10 @@ def noised(trained: RunDir, changed: Changed) -> RunDir:
     }
     save_file(tensors, run.model_path, metadata)
     return run
+
+
+def read(path: Path | str) -> list[str]:
+    return Path(path).read_text("utf-8").splitlines()
 
 
 def error_line(outcome: Any) -> str:
@@ -538,3 +543,27 @@ def test_a_test_set_that_is_new_in_the_config_is_added_to_the_run_and_scored(
     assert outcome.code == 0
     assert f"{run.path}: test set news added, 4 pairs\n" in outcome.err
     assert json.loads(outcome.out)["news"]["num_lines"] == 4
+
+
+def test_a_test_set_whose_files_change_in_the_config_of_the_run_is_read_again(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    run = changed("other_files")
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    held_out = tree["data"]["tests"]["held_out"]
+    news = write(tmp_path / "news", SOURCES[:4])
+    arguments = ["eval", run.path, *GREEDY, "--json", "--resamples", "0"]
+    for corpus, num_lines in (
+        ({"src": [news], "tgt": [news]}, 4),
+        (tree["data"]["valid"], len(read(tree["data"]["valid"]["src"][0]))),  # known files
+        (held_out, 40),
+    ):
+        tree["data"]["tests"]["held_out"] = corpus
+        write_config(run.config_path, tree)
+        for is_new in (True, False):
+            outcome = cli(*arguments)
+            assert json.loads(outcome.out)["held_out"]["num_lines"] == num_lines
+            assert (f"{run.path}: test set held_out added" in outcome.err) == is_new
+        assert prepare.damaged_files(run) == []
+        assert set(prepare.read_marks(run)) >= {*corpus["src"], *corpus["tgt"]}
+        assert (news in prepare.read_marks(run)) == (num_lines == 4)
