@@ -544,8 +544,11 @@ def distill(
     _check_choice("student", student, get_args(Student))
     from mtrain.augmentation import augment as augmenting
     from mtrain.augmentation import distill as distilling
+    from mtrain.data import prepare
     from mtrain.run.load_model import LoadOptions
 
+    for run in teachers:
+        run.check_direction([(settings.data.src_lang, settings.data.tgt_lang)], "for `--teacher`")
     new_dir = student_dir(settings, student) if run_dir is None else os.fspath(run_dir)
     request = augmenting.AugmentRequest(
         "forward",
@@ -557,6 +560,7 @@ def distill(
         LoadOptions(device),
     )
     new = distilling.student_config(settings, teachers[0], student, request.output, new_dir)
+    prepare.check_same_data(new, RunDir(Path(new_dir)))
     augmenting.augment(request, settings, PythonLog(), on_warning or _log_warning)
     train_together(new, SINGLE, False, on_metrics, stop, has_bar)
     return distilling.compare(teachers, RunDir(Path(new_dir)), request.output, device)

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -35,7 +35,7 @@ from mtrain.decode import translator as translating
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
 from mtrain.decode.translator import Translator
-from mtrain.errors import DataError, RunError
+from mtrain.errors import DataError, RunError, UserError
 from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
 from mtrain.io.lines import ignore, open_gzip_writer, read_lines
 from mtrain.run.load_model import LoadOptions
@@ -158,10 +158,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         raise RunError(
             f"{output}: exists, but `mtrain augment` did not write it; choose another -o."
         )
-    with (
-        writable_dir(work_dir),
-        _alone(work_dir, output) if process_group.is_first else nullcontext(),
-    ):
+    with writable_dir(work_dir), _working(work_dir, output, process_group.is_first):
         process_group.barrier()
         scratch = work_dir / f"rank-{process_group.rank}"
         shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
@@ -213,6 +210,18 @@ def _remove_unfinished(work_dir: Path, output: Path) -> None:
         with _alone(work_dir, output):
             shutil.rmtree(work_dir)
     sweep(output)
+
+
+@contextmanager
+def _working(work_dir: Path, output: Path, is_first: bool) -> Iterator[None]:
+    """Hold the lock on the first rank; delete the folder on an error before the first part."""
+    with _alone(work_dir, output) if is_first else nullcontext():
+        try:
+            yield
+        except UserError:
+            if is_first and not _part_path(work_dir, 0, _COUNTS).is_file():
+                shutil.rmtree(work_dir, ignore_errors=True)
+            raise
 
 
 def _alone(work_dir: Path, output: Path) -> AbstractContextManager[None]:
@@ -461,6 +470,7 @@ def _collect(
     ]
     counts = sum((Counter(part.dropped) for part in parts), Counter[str]())
     if not any(part.num_pairs for part in parts):
+        shutil.rmtree(work_dir)
         raise dropped.none_left(f"--{request.mode}", counts)
     key = "score" if request.judge is None else "agreement"
     limit = _limit(work_dir, parts, key, request.options.keep_best)

@@ -8,6 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -31,7 +32,7 @@ from mtrain.config.sections import (
 )
 from mtrain.corpus import formats
 from mtrain.errors import ConfigError, DataError
-from mtrain.io.atomic import check_writable, write_lines
+from mtrain.io.atomic import check_writable, whole_file, write_lines
 from mtrain.io.lines import Advance
 from mtrain.io.text_width import count
 from mtrain.run.logger import Console
@@ -247,10 +248,11 @@ def init(
         measured = _tried(request, *chosen, sample, console, presets.CONSISTENCY)
         training = presets.plan_training(measured, *scale)
     set_status("writing")
-    report = _write_held_out(request, held_out)
     schema_line = config_file.put_beside(request.config_path).rstrip("\n")
     choice = _Choice(num_train, tokenizer, measured, training)
-    write_lines(request.config_path, [schema_line, *_config_lines(request, choice)])
+    with whole_file(request.config_path) as beside:
+        write_lines(beside, [schema_line, *_config_lines(request, choice)])
+        report = _write_held_out(request, held_out)
     config_file.load(request.config_path)
     return InitReport(request.config_path, [*report, *_summary(request, choice, overhead)])
 
@@ -385,18 +387,20 @@ def _tried(
 
 
 def _write_held_out(request: InitRequest, held_out: HeldOut) -> list[str]:
-    """Write the held-out files; return a line of the report for each set."""
+    """Write all held-out files or none; return a line of the report for each set."""
     if not held_out.sets:
         return []
     rows = np.sort(np.concatenate(held_out.sets))
     pairs = split.collect(request.data.train, rows)
     pair_of = dict(zip(rows.tolist(), pairs, strict=True))
     report = []
-    for corpus, set_rows in zip(request.held_out.values(), held_out.sets, strict=True):
-        src, tgt = Path(corpus.src[0]), Path(corpus.tgt[0])
-        write_lines(src, (pair_of[row].src for row in set_rows.tolist()))
-        write_lines(tgt, (pair_of[row].tgt for row in set_rows.tolist()))
-        report.append(f"wrote     {src} and {tgt.name}: {len(set_rows):,} pairs, held out")
+    with ExitStack() as stack:
+        for corpus, set_rows in zip(request.held_out.values(), held_out.sets, strict=True):
+            src, tgt = Path(corpus.src[0]), Path(corpus.tgt[0])
+            besides = [stack.enter_context(whole_file(path)) for path in (src, tgt)]
+            write_lines(besides[0], (pair_of[row].src for row in set_rows.tolist()))
+            write_lines(besides[1], (pair_of[row].tgt for row in set_rows.tolist()))
+            report.append(f"wrote     {src} and {tgt.name}: {len(set_rows):,} pairs, held out")
     return report
 
 

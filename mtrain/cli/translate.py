@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -104,9 +104,10 @@ def translate(
         prefixes = None if prefix is None else read_lines(prefix)
         is_typed = file is None and is_at_terminal()
         blocks = read_typed(config.data.src_lang) if is_typed else _read(file)
-        with closing(line_translator.translate(blocks, prefixes)) as lines:
+        with ExitStack() as stack:
+            lines = stack.enter_context(closing(line_translator.translate(blocks, prefixes)))
             shown = lines if is_typed else console.with_progress(lines, output)
-            texts = _formatted(shown, format_, n_best, alignments)
+            texts = stack.enter_context(closing(_formatted(shown, format_, n_best, alignments)))
             is_answer = is_typed and is_text and output is None
             console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
 
@@ -155,7 +156,7 @@ def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
 
 def _formatted(
     lines: Iterable[TranslatedLine], format_: Format, num_best: int, alignments: Path | None
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the text of each translation; write the alignments to their file meanwhile."""
     from mtrain.decode.formats import as_pharaoh, write
 

@@ -67,8 +67,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             or with another tokenizer, has a data folder not written by mtrain, or if another
             process is tokenizing in it.
     """
-    if run.config_path.is_file():
-        _check_same_data(config, run)
+    check_same_data(config, run)
     if is_prepared(run):
         if run.config_path.is_file():
             update_tests(config, run, console)
@@ -484,7 +483,10 @@ def _check_same_files(run: RunDir, console: Console) -> None:
         )
 
 
-def _check_same_data(config: Config, run: RunDir) -> None:
+def check_same_data(config: Config, run: RunDir) -> None:
+    """Raise RunError if a run folder was tokenized with other settings."""
+    if not run.config_path.is_file():
+        return
     old = run.config
     for key, was, now in (
         ("init_from", old.training.init_from, config.training.init_from),

@@ -81,7 +81,7 @@ def test_a_teacher_of_the_other_direction_and_a_config_without_tests_are_refused
     done = cli("distill", config_path, "--teacher", back_run)
     assert (done.code, done.err) == (
         2,
-        f"mtrain: {back_run}: must translate aa to bb for `--forward`, but translates bb to aa "
+        f"mtrain: {back_run}: must translate aa to bb for `--teacher`, but translates bb to aa "
         "instead.\n",
     )
     write_config(config_path, tree | {"data": tree["data"] | {"tests": {}}})
@@ -91,3 +91,16 @@ def test_a_teacher_of_the_other_direction_and_a_config_without_tests_are_refused
         "mtrain: `data.tests` must name a test set to compare on, but is empty.\n",
     )
     assert not (tmp_path / "run-deep-shallow").exists()
+
+
+def test_the_run_folder_of_another_training_is_refused_before_anything_is_translated(
+    cli: Cli, tree: Tree, reverser: RunDir, noisy: RunDir, tmp_path: Path
+) -> None:
+    config_path = write_config(tmp_path / "aa-bb.yaml", tree)
+    done = cli("distill", config_path, "--teacher", reverser.path, "--run", noisy.path)
+    assert (done.code, done.err) == (
+        2,
+        f"mtrain: {noisy.path}: was tokenized with another `data` section; choose another --run, "
+        "or delete this run folder.\n",
+    )
+    assert not list(noisy.path.parent.glob("*pairs*"))

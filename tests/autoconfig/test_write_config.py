@@ -20,6 +20,7 @@ from mtrain.config.sections import DecodingConfig
 from mtrain.corpus.dropped import read_counts
 from mtrain.data.prepare import prepare, read_test, read_valid
 from mtrain.errors import ConfigError, DataError, WriteError
+from mtrain.io import atomic
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import build_model
 from mtrain.run.run_dir import RunDir
@@ -634,6 +635,29 @@ def test_an_output_path_that_cannot_be_written_is_an_error_before_anything_is_me
     Path("file").write_text("x")
     with pytest.raises(WriteError, match=r"^file/en-de\.yaml: cannot be written: "):
         parse(output="file/en-de.yaml")
+
+
+def test_held_out_files_are_left_out_if_the_config_cannot_be_written():
+    Path("config.schema.json").mkdir()
+    with pytest.raises(WriteError, match=r"^config\.schema\.json: cannot be written: "):
+        init()
+    assert {path.name for path in Path().iterdir()} == {"a.en", "a.de", "config.schema.json"}
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_config_and_held_out_files_are_written_all_or_none(number, monkeypatch):
+    written = []
+
+    def write_fully(path, lines):
+        written.append(path)
+        if len(written) == number:
+            raise WriteError(f"{path}: cannot be written: the disk is full.")
+        atomic.write_lines(path, lines)
+
+    monkeypatch.setattr(write_config, "write_lines", write_fully)
+    with pytest.raises(WriteError, match="the disk is full"):
+        init()
+    assert {path.name for path in Path().iterdir()} == {"a.en", "a.de", "config.schema.json"}
 
 
 @pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
@@ -26,6 +27,7 @@ from mtrain.cli.main import app
 from mtrain.config import config_file
 from mtrain.decode.formats import NOTHING, TranslatedLine
 from mtrain.decode.options import DecodingOptions, Sampling
+from mtrain.io import atomic
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -778,6 +780,21 @@ def test_translate_ends_silently_when_the_reader_of_stdout_closes_the_pipe(
     assert first == b"ba ce\n"
     assert err == b""
     assert process.returncode in (0, 128 + signal.SIGPIPE)
+
+
+def test_alignments_are_discarded_when_the_reader_of_stdout_closes_the_pipe(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_iterators = []
+
+    def print_one(lines: Iterator[str]) -> None:
+        open_iterators.append(lines)
+        next(lines)
+
+    monkeypatch.setattr(atomic, "print_lines", print_one)
+    options = ["--beam", "1", "--alignments", tmp_path / "links"]
+    assert cli("translate", trained.path, *options, stdin=b"ba ce\nba\n").code == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
