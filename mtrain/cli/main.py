@@ -34,7 +34,7 @@ from mtrain.config.sections import format_value
 from mtrain.errors import NEEDS_POSIX, ConfigError, UserError
 from mtrain.runtime.process_group import read_torchrun_env
 from mtrain.runtime.process_settings import own_process
-from mtrain.runtime.signals import unwind_when_stopped
+from mtrain.runtime.signals import STOPPING, unwind_when_stopped
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",
@@ -162,8 +162,8 @@ def _options(
         raise typer.Exit(2)
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
-    if launch is None and verb not in _GOING_ON:  # a rank may block in C, where no handler runs
-        unwind_when_stopped()
+    if launch is None:  # a rank may block in C, where no handler runs
+        unwind_when_stopped(STOPPING[:1] if verb in _GOING_ON else STOPPING)
 
 
 VERBS: dict[str, Callable[..., None]] = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 _HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
 STOPPING = (signal.SIGINT, signal.SIGTERM, _HANGUP)
+_WAIT_S = 0.02  # until it is tried again whether an import is done
 _BURST_S = 2.0  # after a signal, in which further ones are repeats of it
 
 
@@ -64,18 +67,32 @@ class Signals:
                 signal.signal(later, handler)
 
 
-def unwind_when_stopped() -> None:
-    """Make SIGTERM and SIGHUP raise SystemExit, and SIGINT KeyboardInterrupt; ignore repeats."""
+def unwind_when_stopped(numbers: Sequence[int] = STOPPING) -> None:
+    """Make SIGTERM and SIGHUP raise SystemExit, and SIGINT KeyboardInterrupt; ignore repeats.
+
+    While a module is imported, which may catch the exception, they wait until that is done.
+    """
     last = -math.inf
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # Python's handlers end before it does
 
     def unwind(number: int, frame: FrameType | None) -> None:
         nonlocal last
-        if time.monotonic() - last > _BURST_S:
+        if _is_importing(frame):
+            signal.signal(signal.SIGALRM, lambda _, later: unwind(number, later))
+            signal.setitimer(signal.ITIMER_REAL, _WAIT_S)
+        elif time.monotonic() - last > _BURST_S:
             last = time.monotonic()
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     for number in _not_ignored():
-        signal.signal(number, unwind)
+        if number in numbers:
+            signal.signal(number, unwind)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _not_ignored() -> list[signal.Signals]:

@@ -890,6 +890,48 @@ finally:
 
 
 @pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_during_an_import_that_catches_all_exceptions_ends_the_command_after_it(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    (tmp_path / "swallowing.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\n"
+        "except BaseException:\n    pass\n"
+    )
+    script = """
+import time
+from mtrain.runtime.signals import unwind_when_stopped
+unwind_when_stopped()
+try:
+    import swallowing
+    time.sleep(30)
+except KeyboardInterrupt:
+    raise SystemExit(130)
+finally:
+    print("clean")
+"""
+    command = [sys.executable, "-c", script]
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, timeout=25
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "clean\n", "")
+
+
+def test_ctrl_c_before_the_command_line_is_read_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "mtrain", "--help"],
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize(
     ("code", "exit_code"),
     [("mtrain.cli.main.main()", 2), ("mtrain.train", 1)],
 )
