@@ -28,12 +28,13 @@ _MIN_VARIED = 10  # distinct references; with fewer, no warning
 _MAX_DIGITS = 30  # after the point, so that a printed float is the same float
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
 # sacreBLEU's tokenizers for languages that are written without spaces, or are scored by morphemes:
-# the first that is installed
+# the first that is installed. Names and the usual wrong codes count, too
 _TOKENIZERS = {
     "bo bod dz dzo km khm lo lao my mya shn th tha tib bur": ["char"],
-    "ja jpn": ["ja-mecab", "char"],
-    "ko kor": ["ko-mecab"],
-    "zh chi cmn lzh wuu yue zho zt": ["zh"],
+    "burmese dzongkha khmer shan thai tibetan": ["char"],
+    "ja jpn japanese jp": ["ja-mecab", "char"],
+    "ko kor korean": ["ko-mecab"],
+    "zh chi cmn lzh wuu yue zho zt cantonese chinese cn mandarin": ["zh"],
 }
 # BLEU that the same output for every source can reach, by tokenizer, with a margin
 _NOISE_BLEU = {"char": 20.0, "zh": 10.0}

@@ -250,6 +250,7 @@ def no_mecab(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *[("zh", "zh"), ("zh-TW", "zh"), ("zho_Hans", "zh"), ("ZH", "zh"), ("yue", "zh")],
         *[("th", "char"), ("lo", "char"), ("khm_Khmr", "char"), ("my", "char"), ("ja", "char")],
+        *[("cn", "zh"), ("Chinese", "zh"), ("chinese-tw", "zh"), ("jp", "char"), ("Thai", "char")],
         *[("ko", None), ("en", None), ("zh-Latn", None), ("zha", None), ("aa", None)],
     ],
 )
