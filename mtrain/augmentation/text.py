@@ -10,6 +10,7 @@ import numpy as np
 
 from mtrain.audit.features import Feature, Flags, measure
 from mtrain.config.corpora import Corpus, SyntheticCorpus, TrainText, corpora_of
+from mtrain.corpus.formats import check_regular
 from mtrain.corpus.reader import Pair
 from mtrain.decode.pipeline import Warn
 from mtrain.io.atomic import append
@@ -27,6 +28,7 @@ def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[Pa
     Raises:
         DataError: if a file cannot be read.
     """
+    check_regular(paths)
     for path in paths:
         for number, text in enumerate(read_forgiving(path, warn), start=1):
             src, tgt = ("", text) if is_target else (text, "")

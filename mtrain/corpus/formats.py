@@ -145,6 +145,16 @@ def paths_of(corpus: Corpus) -> list[str]:
     return [*corpus.src, *corpus.tgt]
 
 
+def check_regular(paths: Iterable[str | Path]) -> None:
+    """Raise DataError if one of the files can be read only once."""
+    for path in map(Path, paths):
+        if path.is_fifo() or path.is_char_device():
+            raise DataError(
+                f"{path}: must be a regular file, for it is read several times, but is a pipe or a "
+                "device instead; write its text into a file."
+            )
+
+
 def revision_of(corpus: Corpus) -> dict[str, str]:
     """Return {name: commit} of a corpus on the hub; empty for a local corpus."""
     if not isinstance(corpus, HubCorpus) or Path(corpus.hub).is_dir():
@@ -278,20 +288,24 @@ def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
 def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Iterator[Row | Fault]:
     fields, name = _Fields(corpus.src, corpus.tgt), _name_of(corpus)
     is_local = Path(corpus.hub).is_dir()
+    is_streaming = corpus.streaming or is_local  # ignores a stale cache
+    # of a stream, `datasets` takes no slices
+    rows = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", corpus.split) if is_streaming else None
+    split, start, stop = rows.groups() if rows else (corpus.split, "", "")
     try:
         import datasets  # the required version never runs a data set's code
 
         table = datasets.load_dataset(
             str(Path(corpus.hub).absolute()) if is_local else corpus.hub,
             corpus.config,
-            split=corpus.split,
+            split=split,
             revision=None if is_local else _resolve(corpus.hub, corpus.revision),
-            streaming=corpus.streaming or is_local,  # streaming ignores a stale cache
+            streaming=is_streaming,
         )
         if table.column_names is not None:
             fields.check_columns(name, table.column_names)
             table = table.select_columns(fields.columns)
-        for row in table:
+        for row in islice(table, int(start or 0), int(stop) if stop else None):
             yield fields.of(row)
     except DataError:
         raise

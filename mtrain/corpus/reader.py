@@ -16,6 +16,7 @@ from mtrain.config.sections import DataConfig
 from mtrain.corpus.formats import (
     Fault,
     TableReader,
+    check_regular,
     is_header,
     paths_of,
     revision_of,
@@ -131,6 +132,7 @@ class Reader:
         self.parts = []
         for named in corpora_of(self._text):
             name = named.name if isinstance(self._text, list) else None
+            check_regular(paths_of(named.corpus))
             if isinstance(named.corpus, FilesCorpus):
                 for src, tgt in zip(named.corpus.src, named.corpus.tgt, strict=True):
                     part = FilePair(FileNotes(src), FileNotes(tgt), self.num_pairs, corpus=name)

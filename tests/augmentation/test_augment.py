@@ -373,6 +373,11 @@ def test_two_ranks_write_the_same_files_as_one_process(
             "absent.bb: cannot be read: No such file or directory.",
         ),
         (
+            ["--back", "{mono}", "--back", "/dev/null", "--using", "{back}"],
+            "/dev/null: must be a regular file, for it is read several times, but is a pipe or a "
+            "device instead; write its text into a file.",
+        ),
+        (
             ["--back", "{empty}", "--using", "{back}"],
             "{empty}: must have at least one line, but is empty.",
         ),

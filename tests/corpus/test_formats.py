@@ -308,6 +308,31 @@ def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(tmp_p
     assert "cannot be loaded as a data set: BuilderConfig 'zz' not found" in said
 
 
+@pytest.mark.parametrize("rows", [slice(3), slice(2, None), slice(1, 4), slice(3, 9), slice(None)])
+def test_a_slice_of_a_local_dataset_has_these_rows(tmp_path: Path, rows: slice) -> None:
+    pairs = copy_task(5, 1)
+    tree = as_hub(write_parquet, streaming=False)(tmp_path, "x", pairs)
+    split = f"train[{'' if rows.start is None else rows.start}:{rows.stop or ''}]"
+    read = reader.read_pairs(corpus_of(tree | {"split": split}))
+    assert [(pair.src, pair.tgt) for pair in read] == pairs[rows]
+
+
+@pytest.mark.parametrize("form", ["src", "tsv", "jsonl"])
+def test_a_pipe_is_refused_as_a_corpus_and_not_opened(tmp_path: Path, form: str) -> None:
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    file.write_text("a\n")
+    trees: dict[str, Tree] = {
+        "src": {"src": [str(file)], "tgt": [str(pipe)]},
+        "tsv": {"tsv": [str(pipe)]},
+        "jsonl": {"jsonl": [str(pipe)], "src": "a", "tgt": "b"},
+    }
+    assert message(trees[form]) == (
+        f"{pipe}: must be a regular file, for it is read several times, but is a pipe or a device "
+        "instead; write its text into a file."
+    )
+
+
 def test_python_code_that_comes_with_a_dataset_is_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
