@@ -228,7 +228,10 @@ def load_config(
     """
     new_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        name, loaded = str(config), config_file.load(Path(config), overrides, new_dir)
+        name, changes = str(config), list(overrides)
+        loaded = config_file.load(Path(config), changes, new_dir)
+        if new_dir is None and not any(change.startswith("run_dir=") for change in changes):
+            _check_run_dir(loaded, Path(config))
     else:
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         if not isinstance(tree, Mapping):
@@ -237,6 +240,17 @@ def load_config(
             )
         name, loaded = "config", config_file.from_tree(tree, "config", overrides, new_dir)
     return finetune.complete_config(loaded, name)
+
+
+def _check_run_dir(config: Config, path: Path) -> None:
+    """Refuse the config of a run folder that names another one, such as a copied folder's."""
+    run, named = RunDir(path.parent), os.path.realpath(config.run_dir)
+    is_of_run = run.config_path == path and run.tokenizer_dir.is_dir()
+    if is_of_run and named != os.path.realpath(run.path):
+        raise ConfigError(
+            f"{path}: `run_dir` must be {run.path}, the run folder that it is in, but is "
+            f"{config.run_dir} instead; correct it, or choose a folder with --run."
+        )
 
 
 def train(

@@ -782,6 +782,23 @@ def test_translate_ends_silently_when_the_reader_of_stdout_closes_the_pipe(
     assert process.returncode in (0, 128 + signal.SIGPIPE)
 
 
+def test_the_config_of_a_copied_run_does_not_train_the_original(
+    cli: Cli, noisy: RunDir, tmp_path: Path
+) -> None:
+    copied = RunDir(Path(shutil.copytree(noisy.path, tmp_path / "copied")))
+    for verb in ("train", "tokenize", "check"):
+        assert error_line(cli(verb, copied.config_path)) == (
+            f"{copied.config_path}: `run_dir` must be {copied.path}, the run folder that it is in, "
+            f"but is {noisy.path} instead; correct it, or choose a folder with --run."
+        )
+    for options in (["--run", copied.path], ["--set", f"run_dir={copied.path}"]):
+        assert cli("tokenize", copied.config_path, *options).code == 0
+    (tmp_path / "link").symlink_to(copied.path)
+    text = copied.config_path.read_text("utf-8")
+    copied.config_path.write_text(text.replace(str(noisy.path), str(copied.path)), "utf-8")
+    assert cli("tokenize", tmp_path / "link" / "config.yaml").code == 0
+
+
 def test_alignments_are_discarded_when_the_reader_of_stdout_closes_the_pipe(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
