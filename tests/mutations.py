@@ -1513,8 +1513,8 @@ EVALUATION = [
     ),
     metrics(
         "any number of resamples is accepted",
-        "if 0 < self.num_resamples <",
-        "if 0 > self.num_resamples <",
+        "if self.num_resamples and not _LEAST_RESAMPLES <= self.num_resamples <=",
+        "if self.num_resamples and not 0 <= self.num_resamples <=",
     ),
 ]
 

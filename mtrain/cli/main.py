@@ -32,6 +32,7 @@ from mtrain.cli.translate import translate
 from mtrain.config import config_file
 from mtrain.config.sections import format_value
 from mtrain.errors import NEEDS_POSIX, ConfigError, UserError
+from mtrain.io.atomic import write_stdout
 from mtrain.runtime.process_group import read_torchrun_env
 from mtrain.runtime.process_settings import own_process
 from mtrain.runtime.signals import STOPPING, unwind_when_stopped
@@ -82,6 +83,7 @@ def _run() -> NoReturn:
         see = " See" if message.endswith("?") else "; see"
         raise ConfigError(f"{message}{see} `{verb} --help`.") from None
     except OSError as error:
+        write_stdout(b"")  # raises if the error is that of stdout: its text is buffered still
         if not _is_named(error.filename, sys.argv[1:]):
             raise
         raise UserError(f"{os.fspath(error.filename)}: {error.strerror}.") from None

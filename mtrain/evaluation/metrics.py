@@ -26,7 +26,8 @@ METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
 _MIN_VARIETY = 0.2  # distinct outputs per distinct reference; below it, a warning
 _MIN_VARIED = 10  # distinct references; with fewer, no warning
 _MAX_DIGITS = 30  # after the point, so that a printed float is the same float
-_LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
+# an interval of 95% cuts one in 40 on either side; a resample of a line takes 80 bytes
+_LEAST_RESAMPLES, _MOST_RESAMPLES = 40, 10_000
 # sacreBLEU's tokenizers for languages that are written without spaces, or are scored by morphemes:
 # the first that is installed. Names and the usual wrong codes count, too
 _TOKENIZERS = {
@@ -134,10 +135,10 @@ class ScoringOptions:
             raise ConfigError("`--lowercase` needs the metric bleu, chrf or chrf++.")
         if "bleu" in self.metrics:
             _bleu(None, self)  # raises before anything is translated
-        if 0 < self.num_resamples < _LEAST_RESAMPLES:
+        if self.num_resamples and not _LEAST_RESAMPLES <= self.num_resamples <= _MOST_RESAMPLES:
             raise ConfigError(
-                f"`--resamples` must be 0 or at least {_LEAST_RESAMPLES}, but is "
-                f"{self.num_resamples} instead."
+                f"`--resamples` must be 0 or from {_LEAST_RESAMPLES} to {_MOST_RESAMPLES:,}, but "
+                f"is {self.num_resamples} instead."
             )
         seed = os.environ.get("SACREBLEU_SEED", "none")
         if seed.lower() != "none" and not (seed.isascii() and seed.isdigit()):

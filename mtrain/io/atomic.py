@@ -257,17 +257,24 @@ def _flush(path: Path) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout as UTF-8, flushing each; end silently on a broken pipe.
+    """Write lines to stdout as UTF-8, flushing each; end silently on a broken pipe."""
+    for line in lines:
+        if not write_stdout(line.encode("utf-8") + b"\n"):
+            break
+
+
+def write_stdout(data: bytes) -> bool:
+    """Write to stdout, with what is buffered; return False on a broken pipe.
 
     Raises:
         WriteError: for any other error of stdout, such as a full disk.
     """
-    for line in lines:
-        try:
-            sys.stdout.buffer.write(line.encode("utf-8") + b"\n")
-            sys.stdout.buffer.flush()
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later flushes succeed
-            if isinstance(error, BrokenPipeError):
-                return
-            raise WriteError(f"stdout: cannot be written: {error.strerror}.") from None
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later flushes succeed
+        if isinstance(error, BrokenPipeError):
+            return False
+        raise WriteError(f"stdout: cannot be written: {error.strerror}.") from None
+    return True

@@ -741,6 +741,15 @@ def test_outputs_are_written_through_symbolic_links(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("arguments", ["--help", "eval --help", "--version"])
+def test_help_for_a_full_device_is_an_error_of_one_line(arguments: str) -> None:
+    command = f"{sys.executable} -m mtrain {arguments} > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, timeout=120)
+    said = b"mtrain: stdout: cannot be written: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_full_output_device_is_reported_and_the_other_output_is_removed(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:

@@ -365,7 +365,13 @@ def test_a_scorer_shared_by_two_systems_gives_the_scores_of_one_scorer_per_syste
             {"metrics": ["ter"], "lowercase": True},
             "`--lowercase` needs the metric bleu, chrf or chrf++.",
         ),
-        ({"num_resamples": 39}, "`--resamples` must be 0 or at least 40, but is 39 instead."),
+        *(
+            (
+                {"num_resamples": number},
+                f"`--resamples` must be 0 or from 40 to 10,000, but is {number} instead.",
+            )
+            for number in (39, 10_001, 99_999_999_999)
+        ),
     ],
 )
 def test_invalid_scoring_options_are_refused(options: dict[str, Any], said: str) -> None:
