@@ -104,19 +104,8 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
     Raises:
         RunError: if there is none and no training text, or it is damaged.
     """
-    path, fingerprint = run.path / "shortlist.safetensors", tokenizer.fingerprint()
-    is_shared = tokenizer.src.model == tokenizer.tgt.model
-    if path.is_file():
-        try:
-            with safe_open(path, "pt") as file:
-                likely, always = (file.get_tensor(name).numpy() for name in ("likely", "always"))
-                is_current = (file.metadata() or {}).get("tokenizer") == fingerprint
-        except (OSError, SafetensorError) as error:
-            raise damaged(path, "must be a file of safetensors, but is not") from error
-        if not _is_sound(likely, always):
-            raise damaged(path, "must have ids of target tokens, but has others")
-        if is_current and (len(likely), len(always)) == (len(tokenizer.src), len(tokenizer.tgt)):
-            return Shortlist(likely, always, is_shared)
+    if stored := read(run, tokenizer):
+        return stored
     from mtrain.data.arrow_shards import ShardSet, are_in  # pyarrow takes a tenth of a second
 
     if not are_in(run.data_dir):
@@ -131,9 +120,31 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
         "likely": torch.from_numpy(learned.likely_SK),
         "always": torch.from_numpy(learned.is_always_V),
     }
-    with whole_file(path) as unfinished:
-        save_tensors(unfinished, tensors, {"tokenizer": fingerprint})
-    return replace(learned, is_shared=is_shared)
+    with whole_file(run.shortlist_path) as unfinished:
+        save_tensors(unfinished, tensors, {"tokenizer": tokenizer.fingerprint()})
+    return replace(learned, is_shared=tokenizer.src.model == tokenizer.tgt.model)
+
+
+def read(run: RunDir, tokenizer: Tokenizer) -> Shortlist | None:
+    """Return the stored shortlist of a run; None if there is none for this tokenizer.
+
+    Raises:
+        RunError: if it is damaged.
+    """
+    path = run.shortlist_path
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            likely, always = (file.get_tensor(name).numpy() for name in ("likely", "always"))
+            is_current = (file.metadata() or {}).get("tokenizer") == tokenizer.fingerprint()
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, "must be a file of safetensors, but is not") from error
+    if not _is_sound(likely, always):
+        raise damaged(path, "must have ids of target tokens, but has others")
+    if not is_current or (len(likely), len(always)) != (len(tokenizer.src), len(tokenizer.tgt)):
+        return None
+    return Shortlist(likely, always, tokenizer.src.model == tokenizer.tgt.model)
 
 
 def _is_sound(likely: NDArray[Any], always: NDArray[Any]) -> bool:

@@ -12,11 +12,14 @@ from mtrain.config.sections import Config
 from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import loader, prepare
+from mtrain.decode import shortlist
 from mtrain.decode.translator import EncodedSource, load
 from mtrain.doctor import replay
 from mtrain.doctor.replay import Span
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
 from mtrain.exporters.export import check_exports
+from mtrain.io import text_width
+from mtrain.io.lines import read_lines
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Weights
@@ -84,6 +87,8 @@ class _RunChecker:
             "checkpoints": self._check_checkpoints,
             "model": self._check_model,
             "translates": self._check_translations,
+            "shortlist": self._check_shortlist,
+            "metrics": self._check_metrics,
             "exports": lambda: check_exports(self.run),
             "resume": self._check_resume,
         }
@@ -231,6 +236,18 @@ class _RunChecker:
         by = "" if step is None else f" (by the checkpoint of step {step:,})"
         yield f"{len(lines)} {name}, the same alone and together{by}"
 
+    def _check_shortlist(self) -> Iterator[CheckResult | str]:
+        if self.tokenizer is not None and self.run.shortlist_path.is_file():
+            is_of_run = shortlist.read(self.run, self.tokenizer) is not None
+            yield "fits the tokenizer" if is_of_run else "of another tokenizer; is made again"
+
+    def _check_metrics(self) -> Iterator[CheckResult | str]:
+        path = self.run.metrics_path
+        num_lines = sum(1 for _ in read_lines(path)) if path.is_file() else 0
+        if num_damaged := num_lines - sum(1 for _ in read_metrics(path)):
+            lines = text_width.count(num_damaged, "damaged line")
+            yield CheckResult("metrics", "warn", f"{path.name}: {lines}; plots leave them out")
+
     def _check_resume(self) -> Iterator[CheckResult | str]:
         if not self.wants_replay:
             raise _Skip("`--no-replay` was asked for")
@@ -239,7 +256,7 @@ class _RunChecker:
         self._check_repeatable(config, span)
         count, first, last = span.last_step - span.first_step, span.first_step + 1, span.last_step
         self.console.say(
-            f"resume: {count:,} updates are made again, steps {first:,} to {last:,} "
+            f"resume: makes {text_width.count(count, 'update')} again, steps {first:,} to {last:,} "
             "(`--no-replay` skips this)"
         )
         try:

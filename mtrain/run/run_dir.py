@@ -35,6 +35,7 @@ class RunDir:
         self.check_dir = path / "check"  # the lists of the last `mtrain check`
         self.checkpoints_dir = path / "checkpoints"  # a folder for each one that is kept
         self.model_path = path / "model.safetensors"  # the weights that translate
+        self.shortlist_path = path / "shortlist.safetensors"  # likely target tokens
         self.metrics_path = path / "metrics.jsonl"  # a JSON object for each logged step
         self.board_dir = path / "tensorboard"  # event files
         self._work_dir = path / ".tokenizing"

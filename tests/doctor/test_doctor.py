@@ -147,8 +147,31 @@ def test_a_healthy_run_passes_every_check(cli: Cli, run: RunDir) -> None:
         "resume       ok       steps 9 to 12 made again: the same bytes",
     ]
     assert outcome.err.splitlines() == [
-        "resume: 4 updates are made again, steps 9 to 12 (`--no-replay` skips this)"
+        "resume: makes 4 updates again, steps 9 to 12 (`--no-replay` skips this)"
     ]
+
+
+def test_a_damaged_shortlist_and_damaged_lines_of_metrics_are_reported(
+    cli: Cli, run: RunDir
+) -> None:
+    from mtrain.decode import shortlist
+
+    shortlist.load(run, sentencepiece.load(run.tokenizer_dir))
+    outcome = examined(cli, run, "--no-replay")
+    assert facts(outcome, "shortlist") == ["fits the tokenizer"]
+    assert facts(outcome, "metrics") == []
+    harm(run.shortlist_path, "truncated")
+    text = run.metrics_path.read_text()
+    run.metrics_path.write_text('{"step": 1, "lo\n' + text)
+    outcome = examined(cli, run, "--no-replay")
+    assert outcome.code == 2
+    assert facts(outcome, "shortlist") == [
+        "shortlist.safetensors: must be a file of safetensors, but is not; restore it from a copy "
+        "of the run."
+    ]
+    assert facts(outcome, "metrics") == ["metrics.jsonl: 1 damaged line; plots leave them out"]
+    run.metrics_path.write_bytes(b"\xff\n" + text.encode())
+    assert "must be UTF-8" in facts(examined(cli, run, "--no-replay"), "metrics")[0]
 
 
 def test_the_option_no_replay_makes_no_trainer_and_skips_the_resume_check(
