@@ -24,6 +24,7 @@ from mtrain.errors import ConfigError, DataError, require_package
 from mtrain.exporters.registry import Library, Quantization
 from mtrain.io.lines import Advance, ignore
 from mtrain.io.text_lines import LINE_BREAK, TextLines
+from mtrain.io.text_width import count
 from mtrain.run import finetune
 from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog
 from mtrain.run.run_dir import RunDir
@@ -172,7 +173,8 @@ class Model:
         try:
             translated = list(line_translator.translate(blocks, prefix_lines))
         except TimeoutError:
-            raise TimeoutError(f"{len(clean):,} lines took more than {timeout_s} seconds") from None
+            took = f"{count(len(clean), 'line')} took more than {timeout_s} seconds"
+            raise TimeoutError(took) from None
         if details:
             return [replace(line.best[0], alternatives=tuple(line.best[1:])) for line in translated]
         return [line.best[0].text for line in translated]

@@ -370,7 +370,7 @@ def test_ctranslate2_translates_like_the_command_line_and_refuses_unsupported_op
     assert model.translate(lines, greedy) == mtrain.load(path, beam=1).translate(lines)
     (result,) = mtrain.evaluate(model)
     assert result.hypotheses == model.translate(result.lines.src)
-    with pytest.raises(TimeoutError, match="1 lines took more than 0 seconds"):
+    with pytest.raises(TimeoutError, match="1 line took more than 0 seconds"):
         model.translate(["ba ce"], timeout_s=0)
     for change, said in (
         ({"num_best": 2}, "`num_best` must be 1 for `--engine ctranslate2`, but is 2 instead."),
@@ -445,7 +445,7 @@ def test_a_call_can_limit_characters_and_time_and_be_cancelled(model: mtrain.Mod
     with pytest.raises(mtrain.DataError, match="`lines` must have at most 4 characters"):
         model.translate(["ba", "ce."], max_chars=4)
     assert model.translate(["ba", "ce"], max_chars=4) == ["ba", "ce"]
-    with pytest.raises(TimeoutError, match="1 lines took more than 0 seconds"):
+    with pytest.raises(TimeoutError, match="1 line took more than 0 seconds"):
         model.translate(["ba ce"], timeout_s=0)
     cancelled = threading.Event()
     cancelled.set()

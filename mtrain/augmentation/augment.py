@@ -38,6 +38,7 @@ from mtrain.decode.translator import Translator
 from mtrain.errors import DataError, RunError, UserError
 from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
 from mtrain.io.lines import ignore, open_gzip_writer, read_lines
+from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
@@ -152,7 +153,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         _check_same(record["settings"], _settings(request, config, real) | version, output)
         if process_group.is_first:
             _remove_unfinished(work_dir, output)
-            console.say(f"{output}: made already, {record['num_pairs']:,} pairs")
+            console.say(f"{output}: made already, {count(record['num_pairs'], 'pair')}")
         return record
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise RunError(
@@ -191,7 +192,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
                 if process_group.is_first:
                     _write_part(work_dir, number, rows, pairs, lost, request, agreement)
                     num_rows = number * PART_LINES + len(rows)
-                    console.say(f"{output}: {num_rows:,} of {text.num_rows:,} lines")
+                    console.say(f"{output}: {num_rows:,} of {count(text.num_rows, 'line')}")
                 number += 1
         if process_group.is_first:
             sweep(output)
@@ -199,7 +200,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
                 record = _collect(work_dir, number, request, settings, directory)
             shutil.rmtree(work_dir)
             console.say(f"dropped: {dropped.format_counts(record['dropped'])}")
-            console.say(f"{output}: {record['num_pairs']:,} pairs")
+            console.say(f"{output}: {count(record['num_pairs'], 'pair')}")
     process_group.barrier()
     return synthetic.read_record(output)
 

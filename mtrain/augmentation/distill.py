@@ -107,9 +107,13 @@ def compare(
 
 
 def as_text(report: DistillReport) -> Iterator[str]:
-    """Yield the lines of a table of all systems, and what its columns mean."""
-    heads = ["test set", "system", "search", "parameters", "sentences/s", "metric", "score", ""]
-    rows = [[*heads, "p (bs)", "p (ar)"]]
+    """Yield the lines of tables of all systems and of their scores, and what the columns mean."""
+    table = [["system", "search", "parameters", "sentences/s"]]
+    for system in report.systems:
+        speed = f"{system.lines_per_s:,.1f}"
+        table.append([system.name, system.search, f"{system.num_parameters:,}", speed])
+    yield from [*format_table(table, "<<>>"), ""]
+    rows = [["test set", "system", "search", "metric", "score", "", "p (bs)", "p (ar)"]]
     for name, of_test in report.tests.items():
         comparison_of = {(test.system, test.metric): test for test in of_test.comparisons}
         for system, result in zip(report.systems, of_test.results, strict=True):
@@ -118,17 +122,16 @@ def as_text(report: DistillReport) -> Iterator[str]:
                 interval = format_value(score.metric, score.half_width or 0.0)
                 rows.append(
                     [
-                        *(name, system.name, system.search, f"{system.num_parameters:,}"),
-                        *(f"{system.lines_per_s:,.1f}", score.metric),
+                        *(name, system.name, system.search, score.metric),
                         *(format_value(score.metric, score.value), f"± {interval}"),
                         *(test.format_p_values() if test else ["", ""]),
                     ]
                 )
-    yield from format_table(rows, "<<<>><>>>>")
+    yield from format_table(rows, "<<<<>>>>")
     if note := tokenizer_note(report.tgt_lang):
         yield note
-    yield "p: chance of such a difference to the teacher with its beam if neither is better; bs by"
-    yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
+    yield "p: chance of such a difference to the teacher with its beam if neither is better"
+    yield f"   by paired bootstrap (bs), approximate randomisation (ar); * is below {P_LIMIT}"
 
 
 def _measure(

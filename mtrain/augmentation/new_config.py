@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,11 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
     entry |= {key: value for key, value in keys.items() if value is not None}
     tree["data"]["train"] = [*entries, entry]
     new_dir = f"{config.run_dir}-{output.name}"
-    new = config_file.from_tree(tree, f"{output}", run_dir=new_dir)
+    try:
+        new = config_file.from_tree(tree, f"{output}", run_dir=new_dir)
+    except ConfigError as error:  # of an option that is written into the new corpus
+        key = rf"^.*?`data\.train\[{len(entries)}\]\.(\w+)`"
+        raise ConfigError(re.sub(key, r"`--\1`", str(error))) from None
     if new.training.init_from is not None:
         init_dir = RunDir(Path(new.training.init_from))
         check_tags(new.data, sentencepiece.load(init_dir.tokenizer_dir), init_dir.path)

@@ -30,7 +30,11 @@ def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[Pa
     """
     check_regular(paths)
     for path in paths:
-        for number, text in enumerate(read_forgiving(path, warn), start=1):
+
+        def warn_of_file(text: str, path: Path = path) -> None:
+            warn(f"{path}: {text}")
+
+        for number, text in enumerate(read_forgiving(path, warn_of_file), start=1):
             src, tgt = ("", text) if is_target else (text, "")
             yield Pair(src, tgt, str(path), number)
 

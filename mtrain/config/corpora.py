@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
@@ -32,7 +33,7 @@ class Section(BaseModel):
 def _check_path(path: str) -> str:
     if re.search("[\0\ud800-\udfff]", path):
         raise ValueError("must be a path, but has a character that no path can have")
-    return path
+    return str(Path(path).expanduser()) if path.startswith("~/") else path
 
 
 def _check_other_field(name: str, info: ValidationInfo) -> str:

@@ -128,7 +128,7 @@ class TokenizerConfig(Section):
     kind: Literal["unigram", "bpe"] = "unigram"
     vocab_size: Whole | None = Field(default=None, ge=8)
     shared: bool = True
-    character_coverage: float = Field(default=1.0, gt=0, le=1)
+    character_coverage: float = Field(default=1.0, ge=0.98, le=1)  # SentencePiece's bounds
     byte_fallback: bool = True
     sampling_alpha: float = Field(default=0.0, ge=0, le=1)
     max_training_lines: Whole = Field(default=500_000, ge=1)

@@ -94,7 +94,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     except KeyboardInterrupt:
         console.say(f"{run.path}: stopped; finished parts are kept, and the same command resumes")
         raise
-    console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
+    console.say(f"{run.path}: tokenized {text_width.count(num_kept, 'training pair')}")
 
 
 def _tokenize(
@@ -399,7 +399,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
     for name in gone:
         console.say(f"{run.path}: test set {name} removed")
     for name, count in num_pairs.items():
-        console.say(f"{run.path}: test set {name} added, {count:,} pairs")
+        console.say(f"{run.path}: test set {name} added, {text_width.count(count, 'pair')}")
     _say_leaks(run, new, console)
 
 

@@ -23,6 +23,7 @@ from mtrain.exporters import ctranslate2
 from mtrain.exporters.ctranslate2 import CTranslate2Model
 from mtrain.exporters.exporter import Archive, OwnCall, Requirement, agreement, ids_of_pieces
 from mtrain.exporters.sentence_splitter import splitter
+from mtrain.io.text_width import count
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -174,7 +175,7 @@ class ArgosModel(CTranslate2Model):
             expected.append(text.replace("\u2581", " ").replace("_", " ").removeprefix(" "))
         notes = [f"it computes in {translator.compute_type}"]
         if num_split:
-            notes.append(f"it has split {num_split:,} lines into sentences")
+            notes.append(f"it has split {count(num_split, 'line')} into sentences")
         if num_underscores:
             notes.append(f"it has made underscores of {num_underscores:,} lines spaces")
         pairs = zip(expected, translated, strict=True)

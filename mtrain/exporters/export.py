@@ -221,9 +221,10 @@ def _check_request(request: ExportRequest, config: Config) -> None:
     _require_library(request.library)
     check_supported(request.library, config)
     if request.quantization is not None and not exporter.QUANTIZATIONS:
+        others = ", ".join(name for name, other in exporters().items() if other.QUANTIZATIONS)
         raise ConfigError(
-            f"`--quantize` has no effect with `--to {request.library}`, which stores float32 only; "
-            "leave it out."
+            f"`--quantize` must be left out with `--to {request.library}`, which takes no choice; "
+            f"it is for {others}."
         )
     if request.quantization not in (None, *exporter.QUANTIZATIONS):
         raise ConfigError(

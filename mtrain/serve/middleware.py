@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mtrain.io.text_width import count
 from mtrain.serve.metrics import Metrics
 from mtrain.serve.settings import ServerSettings
 
@@ -119,7 +120,9 @@ class RequestMiddleware:
         state = scope["state"]
         texts = ""
         if "num_texts" in state:
-            texts = f", {state['num_texts']} texts, {state['num_chars']} characters"
+            texts = (
+                f", {count(state['num_texts'], 'text')}, {count(state['num_chars'], 'character')}"
+            )
         logger.info("%s", f"{scope['method']} {path} {status} {seconds * 1000:.0f} ms{texts}")
 
 

@@ -387,6 +387,11 @@ def test_two_ranks_write_the_same_files_as_one_process(
             "the text or `data.clean`.",
         ),
         (
+            ["--back", "{blank}", "--back", "utf16.bb", "--using", "{back}"],
+            "`--back` must have a pair that can be used, but all are dropped: 3 (blank 2, not-utf8 "
+            "1); change the text or `data.clean`.",
+        ),
+        (
             ["--using", "{back}"],
             "one of `--back`, `--forward` and `--again` must be given, but none is.",
         ),
@@ -421,7 +426,11 @@ def test_two_ranks_write_the_same_files_as_one_process(
         ),
         (
             ["--back", "{mono}", "--using", "{back}", "--until", "1.5"],
-            "out: `data.train[1].until` must be < 1.0, but is 1.5 instead.",
+            "`--until` must be < 1.0, but is 1.5 instead.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--tag", "a b"],
+            "`--tag` must be a letter, then letters, digits, '_' and '-', but is 'a b' instead.",
         ),
     ],
 )
@@ -442,6 +451,7 @@ def test_a_wrong_option_or_input_is_refused_before_anything_is_translated(
     names |= {"config": str(config_path), "empty": "empty.bb", "blank": "blank.bb"}
     names |= {"other": "other", "untrained": "untrained"}
     write(Path("empty.bb"), [])
+    Path("utf16.bb").write_bytes(b"\xff\xfeb\n")
     if "{blank}" in said or "blank 2" in said:
         write(Path("blank.bb"), ["", " "])
         monkeypatch.undo()
@@ -454,7 +464,9 @@ def test_a_wrong_option_or_input_is_refused_before_anything_is_translated(
     filled = [argument.format(**names) for argument in arguments]
     done = cli("augment", config_path, *filled, "-o", "out")
     assert (done.code, done.out) == (2, b"")
-    last = done.err.splitlines()[-1]
+    *warnings, last = done.err.splitlines()
+    is_named = any(line.startswith("mtrain: utf16.bb: line 1: is not") for line in warnings)
+    assert is_named == ("utf16.bb" in filled)
     assert last == f"mtrain: {said.format(**names)}"
     assert not [path.name for path in tmp_path.iterdir() if "out" in path.name]
 

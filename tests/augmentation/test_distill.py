@@ -14,6 +14,7 @@ from mtrain.autoconfig.presets import PRESETS
 from mtrain.config.sections import ModelConfig
 from mtrain.run.run_dir import RunDir
 
+SYSTEMS = ["teacher", "teacher", "student", "student"]
 FEW = ["--set", "training.max_steps=4"]
 
 
@@ -60,10 +61,13 @@ def test_distill_trains_on_the_teachers_translations_and_compares_student_and_te
     with gzip.open(shard, "rt", encoding="utf-8") as stream:
         files = {json.loads(line)["file"] for line in stream}
     assert files == {tree["data"]["train"]["src"][0], mono}
-    head, *rows = [line.split() for line in done.lines[:-2]]
+    assert max(map(len, done.lines)) <= 80
+    assert [line.split()[0] for line in done.lines[:5]] == ["system", *SYSTEMS]
+    assert done.lines[5] == ""
+    head, *rows = [line.split() for line in done.lines[6:-2]]
     assert head[:2] == ["test", "set"]
     assert [row[1] for row in rows] == ["teacher"] * 4 + ["student"] * 4
-    searches = [" ".join(row[2:-6]) for row in rows if row[1] == "student"]
+    searches = [" ".join(row[2:-4]) for row in rows if row[1] == "student"]
     assert [text.split()[0] for text in searches] == ["beam", "beam", "greedy", "greedy"]
     evaluated = yaml.safe_load("\n".join(cli("eval", reverser.path, "--json").lines))
     (bleu,) = (own for own in evaluated["held_out"]["scores"] if own["metric"] == "BLEU")

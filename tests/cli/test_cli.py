@@ -28,6 +28,7 @@ from mtrain.config import config_file
 from mtrain.decode.formats import NOTHING, TranslatedLine
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.io import atomic
+from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -560,6 +561,13 @@ def test_a_folder_that_is_not_a_run_is_reported(cli: Cli, tmp_path: Path, verb: 
 @pytest.mark.parametrize("verb", ["translate", "eval"])
 def test_a_run_without_a_model_is_reported(cli: Cli, copied: RunDir, verb: str) -> None:
     copied.model_path.unlink()
+    said = error_line(cli(verb, copied.path))
+    assert said == (
+        f"{copied.model_path}: is missing until the training ends; `mtrain train CONFIG` goes on "
+        f"with it, and `--checkpoint {max(checkpoint.steps(copied.checkpoints_dir))}` takes the "
+        "weights so far."
+    )
+    shutil.rmtree(copied.checkpoints_dir)
     said = error_line(cli(verb, copied.path))
     assert said == f"{copied.model_path}: is missing; `mtrain train CONFIG` makes it."
 

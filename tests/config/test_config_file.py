@@ -336,6 +336,10 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
             "tokenizer.character_coverage=1.5",
             "`tokenizer.character_coverage` must be <= 1.0, but is 1.5 instead.",
         ),
+        (
+            "tokenizer.character_coverage=0.95",
+            "`tokenizer.character_coverage` must be >= 0.98, but is 0.95 instead.",
+        ),
         ("tokenizer.vocab_size=7", "`tokenizer.vocab_size` must be >= 8, but is 7 instead."),
         ("data.max_tokens=1", "`data.max_tokens` must be >= 2, but is 1 instead."),
         (
@@ -762,3 +766,16 @@ def test_a_mixture_has_both_directions_if_two_corpora_differ_only_in_swapped_sid
 ) -> None:
     minimal.write_text(MINIMAL.replace("{src: [train.en], tgt: [train.de]}", train), "utf-8")
     assert has_both_directions(config_file.load(minimal).data.train) == both
+
+
+def test_a_tilde_at_the_start_of_a_path_is_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "c.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    changes = ["data.valid.src=[~/a~/b, ./~/c]", "data.valid.tgt=[a, b]"]
+    config = config_file.load(path, ["training.init_from=~/old", *changes], "~/x")
+    assert config.run_dir == str(tmp_path / "x")
+    assert config.training.init_from == str(tmp_path / "old")
+    assert config.data.valid.src == [str(tmp_path / "a~/b"), "./~/c"]

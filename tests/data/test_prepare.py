@@ -362,7 +362,7 @@ def test_test_sets_can_change_without_tokenizing_again_and_leaked_pairs_are_repo
     _, said = make(tmp_path, tree)
     assert said == [
         f"{run.path}: test set held_out removed",
-        f"{run.path}: test set news added, 1 pairs",
+        f"{run.path}: test set news added, 1 pair",
         f"{run.path}: tokenized already",
     ]
     again = RunDir(run.path)

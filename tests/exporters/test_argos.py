@@ -214,7 +214,7 @@ def test_changes_that_argos_translate_itself_makes_to_the_text_are_noted(tmp_pat
     assert own_call is not None
     assert own_call.same == (7, 7)
     assert own_call.notes[1:] == (
-        "it has split 1 lines into sentences",
+        "it has split 1 line into sentences",
         "it has made underscores of 7 lines spaces",
     )
 

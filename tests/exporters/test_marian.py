@@ -175,8 +175,8 @@ def test_quantization_is_refused_and_a_failing_pymarian_is_an_error_without_a_fo
     command = ["export", trained.path, tmp_path / "out", "--to", "marian"]
     outcome = cli(*command, "--quantize", "int8")
     assert outcome.err == (
-        "mtrain: `--quantize` has no effect with `--to marian`, which stores float32 only; leave "
-        "it out.\n"
+        "mtrain: `--quantize` must be left out with `--to marian`, which takes no choice; it is "
+        "for ctranslate2, huggingface, argos.\n"
     )
     outcome = cli(*command)
     assert (outcome.code, outcome.out) == (2, b"")

@@ -173,7 +173,7 @@ def test_texts_are_logged_only_with_log_text(trained: RunDir, tmp_path: Path) ->
             process.terminate()
             assert process.stderr is not None
             log = process.stderr.read()
-        assert re.search(r"^POST /translate 200 \d+ ms, 1 texts, 5 characters$", log, re.MULTILINE)
+        assert re.search(r"^POST /translate 200 \d+ ms, 1 text, 5 characters$", log, re.MULTILINE)
         assert ("ba" in log) == is_shown
         assert "secret" not in log
         assert "\nGET other 404" in log
