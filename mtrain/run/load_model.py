@@ -102,14 +102,14 @@ class _WithoutDrawing(TorchFunctionMode):
 
 
 def _weights_path(run: RunDir, step: int | None) -> Path:
-    saved = checkpoint.steps(run.checkpoints_dir)
-    if step is None and saved and not run.model_path.is_file():
-        raise RunError(
-            f"{run.model_path}: is missing until the training ends; `mtrain train CONFIG` goes on "
-            f"with it, and `--checkpoint {max(saved)}` takes the weights so far."
-        )
     if step is None:
+        if not run.model_path.is_file() and (saved := checkpoint.steps(run.checkpoints_dir)):
+            raise RunError(
+                f"{run.model_path}: is missing until the training ends; `mtrain train CONFIG` goes "
+                f"on with it, and `--checkpoint {max(saved)}` takes the weights so far."
+            )
         return run.model_path
+    saved = checkpoint.steps(run.checkpoints_dir)
     if step not in saved:
         raise RunError(
             f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
