@@ -45,6 +45,7 @@ from mtrain.run.run_dir import RunDir
 
 PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
 _DIGITS = 4  # decimal places of the log-probabilities that are written
+_EARLY = {"blank", "not-utf8", "repeated"}  # reasons of lines that are not translated
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
 Tree = dict[str, Any]
 
@@ -472,7 +473,8 @@ def _collect(
     counts = sum((Counter(part.dropped) for part in parts), Counter[str]())
     if not any(part.num_pairs for part in parts):
         shutil.rmtree(work_dir)
-        raise dropped.none_left(f"--{request.mode}", counts)
+        remedy = "the text" if counts.keys() <= _EARLY else "the text or the run that translates it"
+        raise dropped.none_left(f"--{request.mode}", counts, remedy)
     key = "score" if request.judge is None else "agreement"
     limit = _limit(work_dir, parts, key, request.options.keep_best)
     lists, shards = [], dict[str, Tree]()

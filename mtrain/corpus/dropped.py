@@ -104,9 +104,15 @@ def format_remedy(reasons: Iterable[str]) -> str:
     return " or ".join(["the text", *sorted(keys)])
 
 
-def none_left(key: str, counts: Mapping[str, int]) -> DataError:
-    """Return the error for a corpus whose pairs are all dropped."""
+def none_left(key: str, counts: Mapping[str, int], remedy: str = "") -> DataError:
+    """Return the error for a corpus whose pairs are all dropped.
+
+    Args:
+        key: what names the corpus.
+        counts: of the pairs by reason.
+        remedy: what to change, if not the text and the keys of the config.
+    """
     return DataError(
         f"`{key}` must have a pair that can be used, but all are dropped: "
-        f"{format_counts(counts)}; change {format_remedy(counts)}."
+        f"{format_counts(counts)}; change {remedy or format_remedy(counts)}."
     )

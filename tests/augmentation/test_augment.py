@@ -384,12 +384,17 @@ def test_two_ranks_write_the_same_files_as_one_process(
         (
             ["--back", "{blank}", "--using", "{back}"],
             "`--back` must have a pair that can be used, but all are dropped: 2 (blank 2); change "
-            "the text or `data.clean`.",
+            "the text.",
         ),
         (
             ["--back", "{blank}", "--back", "utf16.bb", "--using", "{back}"],
             "`--back` must have a pair that can be used, but all are dropped: 3 (blank 2, not-utf8 "
-            "1); change the text or `data.clean`.",
+            "1); change the text.",
+        ),
+        (
+            ["--back", "valid.bb", "--using", "{back}"],
+            "`--back` must have a pair that can be used, but all are dropped: 2 (held-out 2); "
+            "change the text or the run that translates it.",
         ),
         (
             ["--using", "{back}"],
@@ -437,6 +442,7 @@ def test_two_ranks_write_the_same_files_as_one_process(
 def test_a_wrong_option_or_input_is_refused_before_anything_is_translated(
     cli: Cli,
     config_path: Path,
+    tree: Tree,
     mono: Path,
     reverser: RunDir,
     back_run: Path,
@@ -452,8 +458,10 @@ def test_a_wrong_option_or_input_is_refused_before_anything_is_translated(
     names |= {"other": "other", "untrained": "untrained"}
     write(Path("empty.bb"), [])
     Path("utf16.bb").write_bytes(b"\xff\xfeb\n")
-    if "{blank}" in said or "blank 2" in said:
+    if "all are dropped" in said:
         write(Path("blank.bb"), ["", " "])
+        valid = Path(tree["data"]["valid"]["tgt"][0]).read_text("utf-8")
+        write(Path("valid.bb"), valid.splitlines()[:2])
         monkeypatch.undo()
         monkeypatch.chdir(tmp_path)
     if "{other}" in said:
