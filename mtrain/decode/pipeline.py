@@ -28,7 +28,6 @@ from mtrain.decode.formats import (
     is_loop,
     join,
     number_words,
-    word_starts,
 )
 from mtrain.decode.mbr import by_agreement
 from mtrain.decode.options import DecodingOptions
@@ -268,18 +267,17 @@ class LineTranslator:
                 texts = [text for flag, text in _FLAG_TEXTS.items() if flag in best[0].flags]
                 if texts:
                     text = f"the translation {', and '.join(texts)}"
-                    length = self._describe_length(src, parts, best[0])
+                    length = self._describe_length(parts, best[0])
                     warning = text.replace(_FLAG_TEXTS["length"], length)
                     self.warnings.add(text, number, f"{warning}.")
             yield TranslatedLine(number, src, best or [NOTHING])
 
-    def _describe_length(self, src: str, parts: list[LinePart], best: Translation) -> str:
-        """Format whether a translation is short or long, and the word counts of both sides."""
+    def _describe_length(self, parts: list[LinePart], best: Translation) -> str:
+        """Format whether a translation is short or long, and the token counts of both sides."""
         num_tokens = sum(len(part.source.ids) for part in parts)
         is_short = self.stats is not None and len(best.tokens) < self.stats.most_ratio * num_tokens
-        num_src, num_tgt = (sum(word_starts(text)) for text in (src, best.text))
         which = "short" if is_short else "long"
-        return f"is very {which}: {count(num_tgt, 'word')} for {num_src:,}"
+        return f"is very {which}: {count(len(best.tokens), 'token')} for {num_tokens:,}"
 
     def _translate_parts(
         self, parts: list[LinePart], pending: PendingSearch
@@ -384,18 +382,14 @@ class LineTranslator:
 
     def _flag_unknown(self, number: int, src: str) -> list[str]:
         """Flag, and warn of, a line with characters that are not in the vocabulary."""
-        replaced = "\ufffd"  # for invalid bytes, of which the reader has warned
-        unknown = self.translator.tokenizer.src.unknown(src.replace(replaced, ""))
-        if not unknown:
-            return []
-        shown = ", ".join(map(repr, unknown[:_MAX_SHOWN]))
-        shown += ", ..." if len(unknown) > _MAX_SHOWN else "."
-        self.warnings.add(
-            "with characters that the tokenizer did not learn",
-            number,
-            f"has characters that the tokenizer did not learn, and the model may not read: {shown}",
-        )
-        return ["unknown"]
+        unknown = self.translator.tokenizer.src.unknown(src)
+        named = [repr(character) for character in unknown if character != "\ufffd"]
+        if named:  # U+FFFD stands for invalid bytes, of which the reader has warned
+            shown = ", ".join(named[:_MAX_SHOWN]) + (", ..." if len(named) > _MAX_SHOWN else ".")
+            text = "characters that the tokenizer did not learn"
+            warning = f"has {text}, and the model may not read: {shown}"
+            self.warnings.add(f"with {text}", number, warning)
+        return ["unknown"] if unknown else []
 
     def _cut(self, number: int, src: str, ids: list[int]) -> list[LinePart]:
         """Return the parts of a line, cut by `on_long` if it is too long; warn of its length."""
@@ -426,13 +420,14 @@ class LineTranslator:
         if learned is not None and length > learned:
             text = (
                 f"has {length:,} tokens, but the model learned {learned:,} positions; the tokens "
-                "after them share the last one. `--max-input-tokens` cuts such lines."
+                "after them share the last one. `mtrain translate --max-input-tokens` cuts such "
+                "lines."
             )
             self.warnings.add("longer than those of the training", number, text)
         elif self.stats is not None and length > self.stats.longest_src:
             text = (
                 f"has {length:,} tokens, the longest of the training {self.stats.longest_src:,}; "
-                "translated whole. `--max-input-tokens` cuts such lines."
+                "translated whole. `mtrain translate --max-input-tokens` cuts such lines."
             )
             self.warnings.add("longer than those of the training", number, text)
 

@@ -106,7 +106,8 @@ def _weights_path(run: RunDir, step: int | None) -> Path:
         if not run.model_path.is_file() and (saved := checkpoint.steps(run.checkpoints_dir)):
             raise RunError(
                 f"{run.model_path}: is missing until the training ends; `mtrain train CONFIG` goes "
-                f"on with it, and `--checkpoint {max(saved)}` takes the weights so far."
+                f"on with it, and `mtrain translate --checkpoint {max(saved)}` takes the weights "
+                "so far."
             )
         return run.model_path
     saved = checkpoint.steps(run.checkpoints_dir)

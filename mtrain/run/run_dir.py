@@ -94,8 +94,8 @@ class RunDir:
     ) -> AbstractContextManager[None]:
         return only_process(
             lock_path,
-            f"{self.path}: another process is {doing} in it; wait until it ends, or take another "
-            "--run.",
+            f"{self.path}: another process is {doing} in it; wait until it ends, or choose "
+            "another run folder.",
             wait_s,
         )
 

@@ -59,21 +59,18 @@ def compile_layers(
 ) -> bool:
     """Compile the layers if the config enables it; return whether they are compiled.
 
-    Requires a GPU, triton, and unsharded parameters. If one is missing, `say` gets the reason; on a
-    CPU only if the config sets `training.compile` explicitly, because it is true by default.
+    Requires a GPU, triton, and unsharded parameters. If one of the last two is missing, `say` gets
+    the reason; a CPU needs none, because the key is true by default.
     """
-    if not config.compile:
+    if not config.compile or device.type != "cuda":
         return False
     missing = ""
-    if device.type != "cuda":
-        missing = "a GPU"
-    elif process_group.size > 1 and config.parallel == "fsdp":
+    if process_group.size > 1 and config.parallel == "fsdp":
         missing = "`training.parallel: ddp`"
     elif importlib.util.find_spec("triton") is None:
         missing = "triton, which is not installed"
     if missing:
-        if device.type == "cuda" or "compile" in config.model_fields_set:
-            say(f"compile  nothing, because it needs {missing}")
+        say(f"compile  nothing, because it needs {missing}")
         return False
     import torch._dynamo.config as compiler
     import torch._functorch.config as lowering

@@ -564,8 +564,8 @@ def test_a_run_without_a_model_is_reported(cli: Cli, copied: RunDir, verb: str) 
     said = error_line(cli(verb, copied.path))
     assert said == (
         f"{copied.model_path}: is missing until the training ends; `mtrain train CONFIG` goes on "
-        f"with it, and `--checkpoint {max(checkpoint.steps(copied.checkpoints_dir))}` takes the "
-        "weights so far."
+        "with it, and `mtrain translate --checkpoint "
+        f"{max(checkpoint.steps(copied.checkpoints_dir))}` takes the weights so far."
     )
     shutil.rmtree(copied.checkpoints_dir)
     said = error_line(cli(verb, copied.path))

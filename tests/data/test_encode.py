@@ -190,8 +190,8 @@ def test_two_processes_do_not_tokenize_in_one_folder(tmp_path: Path, tree: Tree)
     with run.tokenizing(), pytest.raises(RunError) as error:
         make(source, run.path)
     assert str(error.value) == (
-        f"{run.path}: another process is tokenizing in it; wait until it ends, or take another "
-        "--run."
+        f"{run.path}: another process is tokenizing in it; wait until it ends, or choose "
+        "another run folder."
     )
     assert make(source, run.path)
 

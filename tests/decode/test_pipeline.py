@@ -343,15 +343,15 @@ def test_more_prefixes_than_lines_are_an_error_after_the_last_line(translator: T
 
 
 @pytest.mark.parametrize(("ratio", "which"), [(9.0, "short"), (0.1, "long")])
-def test_the_warning_about_an_unusual_length_has_the_word_counts_of_both_sides(
+def test_the_warning_about_an_unusual_length_has_the_token_counts_of_both_sides(
     translator: Translator, ratio: float, which: str
 ) -> None:
     line, said = " ".join(WORDS[:6] * 2), []
     stats = USUAL._replace(least_ratio=ratio, most_ratio=ratio, share_copied=1.0)
     (found,) = stream(translator, [[line]], said.append, stats=stats)
     assert "length" in found.best[0].flags
-    num_words = len(found.best[0].text.split())
-    assert f" is very {which}: {num_words} words for 12" in said[-1]
+    num_tgt, num_src = len(found.best[0].tokens), num_tokens(line, translator)
+    assert f" is very {which}: {num_tgt} tokens for {num_src}" in said[-1]
 
 
 # Long lines
@@ -406,6 +406,13 @@ def test_characters_unknown_to_the_tokenizer_give_a_warning(translator: Translat
     stream(translator, [["ba\t" * 3] * 8], warn=said.append)
     assert len(said) == 6
     assert said[-1] == "3 more lines: with characters that the tokenizer did not learn."
+
+
+def test_a_replacement_character_is_flagged_as_unknown_without_a_second_warning(
+    translator: Translator,
+) -> None:
+    (found,) = stream(translator, [["ba \ufffd ce"]], warn=never)
+    assert found.best[0].flags == ("unknown",)
 
 
 def split(translator: Translator, line: str, limit: int) -> list[list[int]]:
@@ -553,7 +560,7 @@ def test_a_line_longer_than_any_training_source_is_translated_whole_with_a_warni
     assert texts(found) == translate_lines(translator, ["ba ce di", "ba ce di fo"])
     assert said == [
         "line 2: has 5 tokens, the longest of the training 4; translated whole. "
-        "`--max-input-tokens` cuts such lines."
+        "`mtrain translate --max-input-tokens` cuts such lines."
     ]
 
 
@@ -567,7 +574,7 @@ def test_a_line_longer_than_the_learned_positions_gives_a_warning() -> None:
     stream(learned, [lines], warn=said.append, stats=None)
     assert said[0] == (
         f"line 3: has {limit + 1} tokens, but the model learned {limit} positions; the tokens "
-        "after them share the last one. `--max-input-tokens` cuts such lines."
+        "after them share the last one. `mtrain translate --max-input-tokens` cuts such lines."
     )
 
 

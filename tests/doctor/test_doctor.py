@@ -592,8 +592,8 @@ def test_a_run_in_which_another_process_trains_is_refused(cli: Cli, run: RunDir)
     for outcome in outcomes:
         assert (outcome.code, outcome.out) == (2, b"")
         assert outcome.err == (
-            f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
-            "another --run.\n"
+            f"mtrain: {run.path}: another process is training in it; wait until it ends, or "
+            "choose another run folder.\n"
         )
     assert examined(cli, run, "--no-replay").code == 0
 

@@ -134,7 +134,8 @@ def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
     assert (outcome.code, len(outcome.lines)) == (0, 2)
     assert outcome.err.startswith(
         f"mtrain: line 2: has {num_tokens} tokens, but the model learned {limit} positions; the "
-        "tokens after them share the last one. `--max-input-tokens` cuts such lines.\n"
+        "tokens after them share the last one. `mtrain translate --max-input-tokens` cuts such "
+        "lines.\n"
     )
 
 

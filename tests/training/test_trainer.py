@@ -1163,8 +1163,8 @@ def test_a_second_training_is_refused_only_while_the_first_process_runs(
             said = second.stderr.read()
             assert second.wait(60) == 2
         assert said.splitlines()[-1] == (
-            f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
-            "another --run."
+            f"mtrain: {run.path}: another process is training in it; wait until it ends, or "
+            "choose another run folder."
         )
         process.kill()
     train(source, run=str(run.path))
