@@ -16,7 +16,7 @@ def demo(
         "runs/demo"
     ),
 ) -> None:
-    """Go the whole path on mtrain's own corpus, in minutes.
+    """Train, evaluate and translate on mtrain's own corpus, in minutes.
 
     Example: mtrain demo runs/demo
     """

@@ -26,7 +26,7 @@ def export(
     ],
     quantize: Annotated[
         Quantization | None,
-        typer.Option(help="Store fewer bits of each weight; no library has every type."),
+        typer.Option(help="Store fewer bits of each weight; not every library has every type."),
     ] = None,
     check_lines: Annotated[
         int, typer.Option(min=1, metavar="N", help="Compare on N lines of the validation text.")

@@ -50,7 +50,9 @@ ShortlistOption = Annotated[
 ]
 MbrOption = Annotated[
     Literal["chrf", "bleu"] | None,
-    typer.Option(help="Take what agrees most with the other hypotheses, or with --beam samples."),
+    typer.Option(
+        help="Take the one of --beam hypotheses, or samples, that agrees most with the others."
+    ),
 ]
 RerankWithOption = Annotated[
     Path | None,

@@ -328,7 +328,7 @@ def check_supported(library: Library, config: Config) -> None:
         for other, exporter in exporters().items()
     }
     holders = [f"`--to {other}`" for other, requirements in unmet.items() if not requirements]
-    elsewhere = f"; {' or '.join(holders)} holds it" if holders else ""
+    elsewhere = f"; {' or '.join(holders)} supports it" if holders else ""
     for requirement in unmet[library]:
         raise ConfigError(
             f"`{requirement.key}` must be {_written(requirement.value)} for {requirement.why}, but "

@@ -305,7 +305,7 @@ def test_a_refusal_names_the_libraries_that_support_the_model(
 ) -> None:
     held = settings().model_copy(update={"model": model_config(norm="pre")})
     with pytest.raises(
-        ConfigError, match=r"instead; `--to ctranslate2` or `--to argos`.* holds it\.$"
+        ConfigError, match=r"instead; `--to ctranslate2` or `--to argos`.* supports it\.$"
     ):
         export.check_supported("huggingface", held)
     refused = (Requirement("model.norm", "post", "all"),)
