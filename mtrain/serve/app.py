@@ -177,6 +177,7 @@ class Server:
         client = request.client.host if request.client else ""
         if self._settings.api_keys:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            bearer = bearer.strip().encode("latin-1").decode("utf-8", "replace")  # as it was sent
             api_key = fields.get("api_key") or (bearer if scheme.lower() == "bearer" else "")
             if not isinstance(api_key, str) or not self._settings.knows(api_key):
                 raise HTTPException(403, "Invalid API key")

@@ -164,5 +164,9 @@ def _read_prefixes(fields: Fields, texts: Sequence[str], is_html: bool) -> list[
 
 
 def _shown(value: object) -> str:
-    text = _HALF.sub("\ufffd", value if isinstance(value, str) else json.dumps(value))
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+    except RecursionError:  # of lists that are nested almost too deeply for the parser
+        text = "..."
+    text = _HALF.sub("\ufffd", text)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

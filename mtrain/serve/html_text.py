@@ -38,10 +38,8 @@ _VOID = frozenset(  # without an end tag
 )
 _NAME = re.compile(r"[a-zA-Z][^\s/>]*")
 _TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
-_IS_MARKED = re.compile(
-    r"\stranslate\s*=\s*[\"']?no\b|\sclass\s*=\s*(?:\"[^\"]*\bnotranslate\b|'[^']*\bnotranslate\b)",
-    re.IGNORECASE,
-)
+_ATTRIBUTE = re.compile(r"([^\s\"'>/=]+)(?:\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s>]*)))?")
+_SELF_CLOSED = frozenset(("math", "svg"))  # names of elements that may end in their start tag
 _SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
 _MAX_DEPTH = 20  # of nested elements; deeper ones are not placed by alignment
 _PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
@@ -105,9 +103,25 @@ def _end_of_tag(text: str, at: int) -> int:
 
 def _is_untranslated(token: _HtmlToken) -> bool:
     """Tell whether a tag begins an element that is left as it stands."""
-    if token.kind != "start" or token.name in _VOID:
+    if token.kind != "start" or _is_void(token):
         return False
-    return token.name in _UNTRANSLATED or bool(_IS_MARKED.search(token.raw))
+    return token.name in _UNTRANSLATED or _is_marked(token)
+
+
+def _is_void(token: _HtmlToken) -> bool:
+    """Tell whether a start tag is a whole element."""
+    return token.name in _VOID or (token.name in _SELF_CLOSED and token.raw.endswith("/>"))
+
+
+def _is_marked(token: _HtmlToken) -> bool:
+    """Tell whether a start tag has `translate="no"` or the class `notranslate`."""
+    for name, *values in _ATTRIBUTE.findall(token.raw, 1 + len(token.name)):
+        words = "".join(values).lower().split()
+        if (name.lower(), words) == ("translate", ["no"]):
+            return True
+        if name.lower() == "class" and "notranslate" in words:
+            return True
+    return False
 
 
 class _BlockPiece(NamedTuple):
@@ -199,7 +213,7 @@ class HtmlText:
             if not is_inline:
                 block = self._next_block(block)
                 self._parts.append("".join(raws))
-            elif len(raws) == 1 and token.kind == "start" and token.name not in _VOID:
+            elif len(raws) == 1 and token.kind == "start" and not _is_void(token):
                 block.add_start(token)
             elif len(raws) == 1 and token.kind == "end" and token.name in _INLINE:
                 block.add_end(token)

@@ -27,6 +27,7 @@ _KEEP_ALIVE_S = 5  # idle time after which a connection is closed
 _MAX_HEAD_BYTES = 65_536
 _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
 _CONNECTIONS = 4  # for each of `max_requests`; more are refused
+_MIN_CONNECTIONS = 64  # a browser opens several
 
 
 class _Protocol(HttpToolsProtocol):
@@ -162,7 +163,7 @@ def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
             proxy_headers=settings.trust_proxy is not None,
             forwarded_allow_ips=settings.trust_proxy or "",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            limit_concurrency=_CONNECTIONS * settings.max_requests,
+            limit_concurrency=max(_MIN_CONNECTIONS, _CONNECTIONS * settings.max_requests),
             timeout_graceful_shutdown=_GRACE_S,
         )
     )

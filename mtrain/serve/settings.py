@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class ServerSettings:
         max_body: bytes of a request's body.
         requests_per_minute: of one client; 0 is no limit.
         api_keys: keys of which a request must have one; empty is no check.
-        trust_proxy: the address of a reverse proxy whose `X-Forwarded-For` names the client.
+        trust_proxy: addresses or networks, separated by commas, of reverse proxies whose
+            `X-Forwarded-For` names the client; `*` is all.
         with_page: serve the page.
         log_text: log the texts too.
     """
@@ -49,16 +51,30 @@ class ServerSettings:
         if not self.host:  # it would listen on all addresses
             raise ConfigError("`--host` must be an address, but is empty.")
         prefix = self.url_prefix
-        if prefix and (not prefix.startswith("/") or prefix.endswith("/") or "//" in prefix):
+        is_path = prefix.startswith("/") and not prefix.endswith("/") and "//" not in prefix
+        if prefix and (not is_path or {*prefix} & {*"{}"}):  # braces would be a pattern
             raise ConfigError(
-                f"`--url-prefix` must begin with a slash and end without one, but is {prefix!r} "
-                "instead."
+                f"`--url-prefix` must begin with a slash, end without one and have no braces, but "
+                f"is {prefix!r} instead."
             )
+        for address in [] if self.trust_proxy is None else self.trust_proxy.split(","):
+            if address.strip() != "*":
+                _check_network(address.strip())
 
     def knows(self, api_key: str) -> bool:
         """Tell whether a key is one of the server's; the time taken does not depend on it."""
         encoded = api_key.encode("utf-8", "replace")
         return sum(hmac.compare_digest(encoded, key.encode("utf-8")) for key in self.api_keys) > 0
+
+
+def _check_network(address: str) -> None:
+    try:
+        ipaddress.ip_network(address)
+    except ValueError:
+        raise ConfigError(
+            f"`--trust-proxy` must be IP addresses or networks with commas between them, or `*`, "
+            f"but has {address!r} instead."
+        ) from None
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -68,7 +84,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
         ConfigError: if it is not UTF-8, or has no key, or one that is too short.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: must be UTF-8 text, but is not.") from None
     lines = [line.strip() for line in text.splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 from fork_server import MtrainProcess
-from serving import Client, running, with_languages
+from serving import JSON, Client, running, with_languages
 from tasks import copy_task
 
 import mtrain
@@ -228,11 +229,21 @@ def test_an_empty_host_is_refused_and_does_not_mean_all_addresses(
 def test_a_url_prefix_must_begin_with_a_slash_and_end_without_one(
     cli: Cli, trained: RunDir
 ) -> None:
-    for prefix in ("mt", "/mt/", "//mt", "/"):
+    for prefix in ("mt", "/mt/", "//mt", "/", "/{x:foo}"):
         assert refused(cli, trained.path, "--url-prefix", prefix) == (
-            "`--url-prefix` must begin with a slash and end without one, but is "
+            "`--url-prefix` must begin with a slash, end without one and have no braces, but is "
             f"{prefix!r} instead."
         )
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1,proxy", "10.0.0.1/8", ""])
+def test_a_trusted_proxy_that_is_no_address_is_refused(
+    cli: Cli, trained: RunDir, address: str
+) -> None:
+    assert refused(cli, trained.path, "--trust-proxy", address) == (
+        "`--trust-proxy` must be IP addresses or networks with commas between them, or `*`, but "
+        f"has {address.split(',')[-1]!r} instead."
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,12 +264,18 @@ def test_an_invalid_api_keys_file_is_an_error(
 
 def test_a_key_from_the_api_keys_file_is_accepted(trained: RunDir, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# the keys\n first-key \n\nsecond-key\n", encoding="utf-8")
+    keys.write_text("\ufefffirst-key \n\n# another\nschlüssel\n", encoding="utf-8")
     run = with_languages(trained, tmp_path / "run", "en", "de")
     body = {"q": TEXT, "source": "en", "target": "de"}
     with started(run, "--api-keys", keys) as (_, client):
         assert client.post("/translate", body).status == 403
         assert client.post("/translate", body | {"api_key": "first-key"}).status == 200
+        for key in ("first-key", "schlüssel"):
+            sent = f"Bearer  {key}".encode().decode("latin-1")  # the client encodes it so
+            headers = {"Content-Type": JSON, "Authorization": sent}
+            assert (
+                client.send("POST", "/translate", json.dumps(body).encode(), headers).status == 200
+            )
 
 
 def test_serve_without_starlette_names_the_extra_to_install(
