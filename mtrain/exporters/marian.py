@@ -236,12 +236,14 @@ class MarianProgram(SentencePieceSides):
         best: dict[int, ExportedHypothesis] = {}
         lines = [" ".join(self.src.pieces_of(ids[:-1])) for ids in sources]
         for output in self._translate(lines, options):
-            head, log_probs, _, log_prob = output.rsplit(" ||| ", 3)
+            head, word_scores, _, _ = output.rsplit(" ||| ", 3)
             number, _, pieces = head.partition(" |||")
             if int(number) not in best:  # the first output of a line is the best one
-                ids = [self.id_of[piece] for piece in pieces.split()]
-                has_ended = len(log_probs.partition("=")[2].split()) > len(ids)
-                best[int(number)] = ExportedHypothesis(ids, float(log_prob), has_ended)
+                ids = self._ids_of(pieces)
+                # their sum is printed too, but with six significant digits
+                log_probs = [float(score) for score in word_scores.partition("=")[2].split()]
+                has_ended = len(log_probs) > len(ids)
+                best[int(number)] = ExportedHypothesis(ids, sum(log_probs), has_ended)
         return [best[number] for number in range(len(sources))]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
@@ -264,13 +266,17 @@ class MarianProgram(SentencePieceSides):
         """Compare translations of text that Marian tokenizes with translations of pieces."""
         pieces = [" ".join(self.src.pieces_of(ids[:-1])) for ids in self.encode(lines)]
         outputs = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
-        ids = [[self.id_of[piece] for piece in line.split()] for line in outputs]
+        ids = [self._ids_of(line) for line in outputs]
         expected_texts = self.tgt.decode(ids)
         texts = self._translate([" ".join(line.splitlines()) for line in lines], [])
         pairs = zip(texts, expected_texts, strict=True)
         version = importlib.metadata.version(PACKAGE)
         same = agreement(text == expected for text, expected in pairs)
         return OwnCall(f"{PACKAGE} {version}", same)
+
+    def _ids_of(self, pieces: str) -> list[int]:
+        """Return the ids of pieces between spaces; a piece may have any other Unicode space."""
+        return [self.id_of[piece] for piece in pieces.split(" ") if piece]
 
     def _translate(self, lines: Sequence[str], options: list[str]) -> list[str]:
         """Translate lines with Marian by `decoder.yml` and `options`; return its output lines."""

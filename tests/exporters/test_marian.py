@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from builders import SRC_LINES
+from builders import SRC_LINES, model_config, transformer
 from conftest import Cli
 from exporting import (
     EXACT,
@@ -29,11 +30,15 @@ from exporting import (
 )
 from torch import Tensor
 
+from mtrain.config.sections import TokenizerConfig
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
 from mtrain.exporters import marian, parity
+from mtrain.exporters.exporter import write_sentencepiece
 from mtrain.model.transformer import Transformer
 from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 VARIANTS = [
     {"tie_embeddings": "all"},
@@ -199,6 +204,64 @@ def test_pymarian_gives_the_outputs_and_scores_of_the_model(
     assert compared.problems() == []
     assert compared.same_greedy == compared.same_text == (3, 3)
     assert compared.reference_diff < EXACT and compared.beam_diff < 10 * EXACT
+
+
+@pytest.fixture(scope="module")
+def with_unicode_spaces() -> Tokenizer:
+    """A tokenizer with pieces that have a no-break space and an ideographic one."""
+    lines = [f"{line}\N{NO-BREAK SPACE}! \N{IDEOGRAPHIC SPACE}x" for line in SRC_LINES]
+    config = TokenizerConfig(vocab_size=420)
+    return sentencepiece.train(config, zip(lines, lines, strict=True), len(lines), seed=1)
+
+
+def test_pieces_with_unicode_spaces_are_read_from_the_output_of_marian(
+    with_unicode_spaces: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a Marian that prints its input, and scores whose sum has more than six digits."""
+    write_sentencepiece(with_unicode_spaces, tmp_path)
+    copy = marian.MarianProgram(tmp_path)
+
+    def run(command: str, options: list[str], lines: Sequence[str] = ()) -> list[str]:
+        if "--no-spm-decode" not in options:
+            return list(lines)
+        if "--n-best" not in options:
+            return [f" {line} " for line in lines]
+        scores = "-1000.12345 -234.10000 -0.00011"
+        return [
+            f"{n} ||| {line} ||| WordScores= {scores} ||| F0= -1234.22 ||| -1234.22"
+            for n, line in enumerate(lines)
+        ]
+
+    monkeypatch.setattr(copy, "_run", run)
+    monkeypatch.setattr(marian.importlib.metadata, "version", lambda package: "1.0")
+    texts = ["a\N{NO-BREAK SPACE}!", "a \N{IDEOGRAPHIC SPACE}x"]
+    sources = copy.encode(texts)
+    pieces = "".join("".join(copy.src.pieces_of(ids)) for ids in sources)
+    assert "\N{NO-BREAK SPACE}" in pieces and "\N{IDEOGRAPHIC SPACE}" in pieces
+    for source, output in zip(sources, copy.search(sources, 1, [9, 9]), strict=True):
+        assert output.ids == source[:-1]
+        assert output.log_prob == pytest.approx(-1234.22356, abs=1e-9)
+    assert copy.own_call(texts).same == (2, 2)
+
+
+def test_pymarian_translates_into_pieces_with_unicode_spaces(
+    with_unicode_spaces: Tokenizer, tmp_path: Path
+) -> None:
+    need("marian")
+    size = len(with_unicode_spaces.tgt)
+    model = transformer(model_config(), size, size).float()
+    spaces = [
+        number
+        for number, piece in enumerate(with_unicode_spaces.tgt.pieces_of(range(size)))
+        if len(piece.split()) != 1
+    ]
+    with torch.no_grad():
+        model.output.weight[spaces] *= 2
+    near = marian.write(model, with_unicode_spaces, settings(), tmp_path, None)
+    compared = parity.compare(
+        translator_of(near, with_unicode_spaces), EXPORTERS["marian"].load(tmp_path), LINES
+    )
+    assert compared.problems() == []
 
 
 def test_odd_text_is_encoded_and_decoded_by_marian_as_by_mtrain(
