@@ -70,8 +70,8 @@ class ParityReport:
             )
         if not self.beam_diff <= _SUM_TOLERANCE:
             problems.append(
-                f"those of beam output must be at most {_SUM_TOLERANCE:g}, but are "
-                f"{self.beam_diff:.2g}"
+                "differences of log-probability of beam output must be at most "
+                f"{_SUM_TOLERANCE:g}, but are {self.beam_diff:.2g}"
             )
         return problems
 
