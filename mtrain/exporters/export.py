@@ -85,7 +85,7 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
             f"`DIR` must be a file name that ends in {archive.suffix} with `--to "
             f"{request.library}`, but is {directory} instead."
         )
-    if directory.exists():
+    if os.path.lexists(directory):  # also a symbolic link to nothing
         kind = "folder" if archive is None else "file"
         raise RunError(f"{directory}: already exists; choose another {kind}.")
     return _export(run, directory, request, say)

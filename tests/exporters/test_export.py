@@ -692,6 +692,10 @@ def test_an_existing_folder_is_refused_and_keeps_its_files(
     assert (outcome.code, outcome.out) == (2, b"")
     assert outcome.err == (f"mtrain: {tmp_path}: already exists; choose another folder.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    link = tmp_path / "link"
+    link.symlink_to("nothing")
+    outcome = cli("export", trained.path, link, "--to", library)
+    assert outcome.err == (f"mtrain: {link}: already exists; choose another folder.\n")
 
 
 def test_a_missing_library_gives_a_one_line_error(
