@@ -6,9 +6,10 @@ A row is a pair or a fault; the caller decides whether a fault is an error.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -138,9 +139,8 @@ def paths_of(corpus: Corpus) -> list[str]:
         folder = Path(corpus.hub)
         return sorted(
             str(path)
-            for path in folder.rglob("*")
-            if path.is_file()
-            and not any(name.startswith(".") for name in path.relative_to(folder).parts)
+            for path in filter(os.path.isfile, folder.rglob("*") if _is_local(corpus) else ())
+            if not any(name.startswith(".") for name in path.relative_to(folder).parts)
         )
     return [*corpus.src, *corpus.tgt]
 
@@ -148,18 +148,23 @@ def paths_of(corpus: Corpus) -> list[str]:
 def check_regular(paths: Iterable[str | Path]) -> None:
     """Raise DataError if one of the files can be read only once."""
     for path in map(Path, paths):
-        if path.is_fifo() or path.is_char_device():
-            raise DataError(
-                f"{path}: must be a regular file, for it is read several times, but is a pipe or a "
-                "device instead; write its text into a file."
-            )
+        with suppress(OSError):  # of a path that cannot be looked up; opening the file reports it
+            if path.is_fifo() or path.is_char_device():
+                raise DataError(
+                    f"{path}: must be a regular file, for it is read several times, but is a pipe "
+                    "or a device instead; write its text into a file."
+                )
 
 
 def revision_of(corpus: Corpus) -> dict[str, str]:
     """Return {name: commit} of a corpus on the hub; empty for a local corpus."""
-    if not isinstance(corpus, HubCorpus) or Path(corpus.hub).is_dir():
+    if not isinstance(corpus, HubCorpus) or _is_local(corpus):
         return {}
     return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or "unknown: read offline"}
+
+
+def _is_local(corpus: HubCorpus) -> bool:
+    return os.path.isdir(corpus.hub)  # noqa: PTH112 - `is_dir` may raise PermissionError
 
 
 def _name_of(corpus: HubCorpus) -> str:
@@ -287,7 +292,7 @@ def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
 
 def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Iterator[Row | Fault]:
     fields, name = _Fields(corpus.src, corpus.tgt), _name_of(corpus)
-    is_local = Path(corpus.hub).is_dir()
+    is_local = _is_local(corpus)
     is_streaming = corpus.streaming or is_local  # ignores a stale cache
     # of a stream, `datasets` takes no slices
     rows = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", corpus.split) if is_streaming else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -287,8 +288,8 @@ def count_pairs(corpus: Corpus, name: str) -> int:
 
 def size_of(text: TrainText) -> int:
     """Return the total size in bytes of the local files of a corpus or a mixture."""
-    paths = [Path(path) for _, corpus in corpora_of(text) for path in paths_of(corpus)]
-    return sum(path.stat().st_size for path in paths if path.is_file())
+    paths = [path for _, corpus in corpora_of(text) for path in paths_of(corpus)]
+    return sum(Path(path).stat().st_size for path in filter(os.path.isfile, paths))
 
 
 def files_and_revisions(data: DataConfig) -> tuple[list[str], dict[str, str]]:

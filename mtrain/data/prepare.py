@@ -204,7 +204,7 @@ def _scan(
             shutil.rmtree(stale)
         elif stale.name != LOCK_FILE:
             stale.unlink()
-    stats = {file: Path(file).stat() for file in files if Path(file).exists()}  # before reading
+    stats = {file: Path(file).stat() for file in filter(os.path.exists, files)}  # before reading
     scans = scan_corpora(data, work_dir)
     _check_scans(scans, data, console)
     checksums = {

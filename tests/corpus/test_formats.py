@@ -333,6 +333,34 @@ def test_a_pipe_is_refused_as_a_corpus_and_not_opened(tmp_path: Path, form: str)
     )
 
 
+@pytest.mark.parametrize("form", ["src", "tsv", "parquet", "hub"])
+def test_a_path_that_cannot_be_looked_up_is_named_by_tokenize_and_check(
+    cli: Cli, tmp_path: Path, form: str
+) -> None:
+    """As without the right to search its folder, which does not stop root."""
+    path = str(tmp_path / ("x" * 300))
+    fields = {"src": "a", "tgt": "b"}
+    trees: dict[str, Tree] = {
+        "src": {"src": [path], "tgt": [path]},
+        "tsv": {"tsv": [path]},
+        "parquet": {"parquet": [path], **fields},
+        "hub": {"hub": path, "split": "train", **fields},
+    }
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = trees[form]
+    config = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("tokenize", config)
+    problem = "must be a folder, or" if form == "hub" else "cannot be read: "
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.startswith(f"mtrain: {path}: {problem}")
+    assert form == "hub" or "File name too long" in outcome.err
+    outcome = cli("check", config, "--json")
+    assert outcome.code == 2, outcome.err
+    findings = json.loads(outcome.out)["findings"]
+    (found,) = [found for found in findings if found["name"] == "unreadable"]
+    assert found["examples"][0]["file"].startswith(path)
+
+
 def test_python_code_that_comes_with_a_dataset_is_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
