@@ -300,12 +300,14 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
     try:
         import datasets  # the required version never runs a data set's code
 
+        path = str(Path(corpus.hub).absolute()) if is_local else corpus.hub
         table = datasets.load_dataset(
-            str(Path(corpus.hub).absolute()) if is_local else corpus.hub,
+            path,
             corpus.config,
             split=split,
             revision=None if is_local else _resolve(corpus.hub, corpus.revision),
             streaming=is_streaming,
+            **_csv_options(path, corpus) if is_local else {},
         )
         if table.column_names is not None:
             fields.check_columns(name, table.column_names)
@@ -319,6 +321,16 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
     except Exception as error:  # `datasets` and its readers raise many types
         raise DataError(f"{name}: cannot be loaded as a data set: {_line(error)}.") from None
     advance(sum(Path(path).stat().st_size for path in paths_of(corpus)))
+
+
+def _csv_options(path: str, corpus: HubCorpus) -> dict[str, Any]:
+    """Return options that keep numbers and words such as NA as text; none unless it is CSV."""
+    import datasets
+
+    if datasets.load_dataset_builder(path, corpus.config).name != "csv":
+        return {}
+    converters = dict.fromkeys(_Fields(corpus.src, corpus.tgt).columns, str)
+    return {"converters": converters, "keep_default_na": False, "na_values": [""]}
 
 
 @cache

@@ -294,7 +294,9 @@ def test_faulty_parquet_rows_columns_and_files_are_reported_with_their_path(tmp_
     assert message(tree).startswith(f"{path}: cannot be read: ")
 
 
-def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(tmp_path: Path) -> None:
+def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(
+    tmp_path: Path,
+) -> None:
     tree = as_hub(write_parquet, streaming=True)(tmp_path, "x", copy_task(3, 1))
     name = f"{tree['hub']}/aa-bb/train"
     assert message(tree | {"tgt": "text"}) == (
@@ -306,6 +308,26 @@ def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(tmp_p
     assert "['train']" in said and "\n" not in said
     said = message(tree | {"config": "zz"})
     assert "cannot be loaded as a data set: BuilderConfig 'zz' not found" in said
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_cells_of_a_local_csv_are_text_whatever_they_look_like(
+    tmp_path: Path, separator: str
+) -> None:
+    path = tmp_path / "set" / ("train.csv" if separator == "," else "train.tsv")
+    path.parent.mkdir()
+    corpus = corpus_of({"hub": str(path.parent), "split": "train", "src": "s", "tgt": "t"})
+
+    def read(*rows: list[str]) -> list[formats.Row | formats.Fault]:
+        path.write_text("".join(f"{separator.join(row)}\n" for row in rows))
+        return list(formats.table_readers(corpus)[0].read(ignore, None))
+
+    found = read(["s", "t", "u"], ['"a , b"', "None", "1"], ["NA", "1.0", ""], ["nan", " ", "x"])
+    assert found == [("a , b", "None", 0), ("NA", "1.0", 0), ("nan", " ", 0)]
+    assert read(["s", "t"], ["1", "2"], ["3", ""]) == [
+        formats.Row("1", "2"),
+        formats.Fault("`t` must be text, but is null instead"),
+    ]
 
 
 @pytest.mark.parametrize("rows", [slice(3), slice(2, None), slice(1, 4), slice(3, 9), slice(None)])
