@@ -293,6 +293,11 @@ def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
 def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Iterator[Row | Fault]:
     fields, name = _Fields(corpus.src, corpus.tgt), _name_of(corpus)
     is_local = _is_local(corpus)
+    if is_local and corpus.revision is not None:
+        raise DataError(
+            f"{name}: must have no `revision`, for it is a local folder, but has "
+            f"{corpus.revision!r}; leave it out."
+        )
     is_streaming = corpus.streaming or is_local  # ignores a stale cache
     # of a stream, `datasets` takes no slices
     rows = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", corpus.split) if is_streaming else None

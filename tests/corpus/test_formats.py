@@ -294,7 +294,7 @@ def test_faulty_parquet_rows_columns_and_files_are_reported_with_their_path(tmp_
     assert message(tree).startswith(f"{path}: cannot be read: ")
 
 
-def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(
+def test_a_wrong_column_split_config_or_revision_of_a_dataset_is_named_in_the_error(
     tmp_path: Path,
 ) -> None:
     tree = as_hub(write_parquet, streaming=True)(tmp_path, "x", copy_task(3, 1))
@@ -308,6 +308,9 @@ def test_a_wrong_column_split_or_config_of_a_dataset_is_named_in_the_error(
     assert "['train']" in said and "\n" not in said
     said = message(tree | {"config": "zz"})
     assert "cannot be loaded as a data set: BuilderConfig 'zz' not found" in said
+    assert message(tree | {"revision": "main"}) == (
+        f"{name}: must have no `revision`, for it is a local folder, but has 'main'; leave it out."
+    )
 
 
 @pytest.mark.parametrize("separator", [",", "\t"])
