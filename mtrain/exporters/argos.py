@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from mtrain.config.language_names import name_of
 from mtrain.config.sections import Config
-from mtrain.errors import RunError
+from mtrain.errors import ConfigError, RunError
 from mtrain.exporters import ctranslate2
 from mtrain.exporters.ctranslate2 import CTranslate2Model
 from mtrain.exporters.exporter import Archive, OwnCall, Requirement, agreement, ids_of_pieces
@@ -110,7 +110,17 @@ def write(
     directory: Path,
     quantization: str | None,
 ) -> None:
-    """Write the files of a package into `directory`."""
+    """Write the files of a package into `directory`.
+
+    Raises:
+        ConfigError: if the code of a language has a slash.
+    """
+    for key, code in (("src_lang", config.data.src_lang), ("tgt_lang", config.data.tgt_lang)):
+        if "/" in code:
+            raise ConfigError(
+                f"`data.{key}` must have no slash for Argos Translate, whose packages have the "
+                f"code in names of files, but is {code!r} instead."
+            )
     src, tgt = config.data.src_lang.lower(), config.data.tgt_lang.lower()
     metadata = {
         "package_version": _VERSION,

@@ -15,10 +15,10 @@ import pytest
 import torch
 from builders import SRC_LINES
 from conftest import Cli
-from exporting import ODD, check_exact, copied, need, random_model
+from exporting import ODD, check_exact, copied, need, random_model, settings
 
 from mtrain.errors import ConfigError, RunError
-from mtrain.exporters import export
+from mtrain.exporters import argos, export
 from mtrain.exporters.export import ExportRequest
 from mtrain.exporters.sentence_splitter import splitter
 from mtrain.run.run_dir import RunDir
@@ -78,6 +78,18 @@ def test_a_package_has_the_files_and_the_metadata_that_argos_translate_reads(
     assert report["files"].keys() == {name.removeprefix(f"{TOP}/") for name in files} - {
         "export.json"
     }
+
+
+@pytest.mark.parametrize("key", ["src_lang", "tgt_lang"])
+def test_the_code_of_a_language_with_a_slash_is_refused(tmp_path: Path, key: str) -> None:
+    translator, config = random_model(), settings(**{key: "en/GB"})
+    with pytest.raises(ConfigError) as error:
+        argos.write(translator.model, translator.tokenizer, config, tmp_path, None)
+    assert str(error.value) == (
+        f"`data.{key}` must have no slash for Argos Translate, whose packages have the code in "
+        "names of files, but is 'en/GB' instead."
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_argos_translate_the_table_says_that_its_text_was_not_compared(
