@@ -391,6 +391,28 @@ def test_ctranslate2_translates_like_the_command_line_and_refuses_unsupported_op
         mtrain.load([path, path], engine="ctranslate2")
 
 
+def test_ctranslate2_begins_no_batch_after_a_call_is_cancelled(
+    trained: RunDir, tmp_path: Path
+) -> None:
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    path = shutil.copytree(trained.path, tmp_path / "run")
+    model: Any = mtrain.load(path, engine="ctranslate2")
+    cancel, num_lines = threading.Event(), 0
+    library = model.translator._exported._translator
+
+    class CancellingLibrary:
+        def translate_batch(self, lines: list[list[str]], **options: Any) -> Any:
+            nonlocal num_lines
+            num_lines += len(lines)
+            cancel.set()
+            return library.translate_batch(lines, **options)
+
+    model.translator._exported._translator = CancellingLibrary()
+    with pytest.raises(CancelledError):
+        model.translate(["ba ce"] * 1000, cancel=cancel)
+    assert num_lines <= 32
+
+
 NEWER = "must be of mtrain 0.2.0 or older, but was written by mtrain 0.10.3; install that version."
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,8 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 
 if TYPE_CHECKING:
     import ctranslate2
+
+T = TypeVar("T")
 
 PACKAGE, TITLE, TAG = "ctranslate2", "CTranslate2", "ctranslate2"
 OTHER_PACKAGES: tuple[str, ...] = ()
@@ -85,7 +88,7 @@ NOTES = """\
   that is not empty be empty, as in mtrain.
 """
 MIN_POSITIONS = 4096
-_POLL_S = 0.002  # between two checks whether a translation with limits is done
+_POLL_S = 0.02  # between two checks whether a call was cancelled
 
 
 def write(
@@ -193,6 +196,17 @@ def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
     return np.array(tensor.detach().cpu().numpy(), np.float32)
 
 
+def _wait(future: Future[T], limits: SearchLimits) -> T:
+    """Return the result of a future; cancel it if it has not begun when `limits` are reached."""
+    try:
+        while not future.done():
+            left_s = limits.seconds_left()
+            futures.wait([future], None if limits == NO_LIMITS else min(left_s, _POLL_S))
+        return future.result()
+    finally:
+        future.cancel()
+
+
 class CTranslate2Model(SentencePieceSides):
     """An exported model, loaded by CTranslate2 on the CPU, with its SentencePiece models."""
 
@@ -209,6 +223,8 @@ class CTranslate2Model(SentencePieceSides):
         self._translator: ctranslate2.Translator = ctranslate2.Translator(
             str(directory), device="cpu", inter_threads=1, intra_threads=torch.get_num_threads()
         )
+        # batches of concurrent calls run in turn; one that has not begun can be cancelled
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ctranslate2")
 
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         """Return the target of the highest log-probability of each source."""
@@ -226,35 +242,39 @@ class CTranslate2Model(SentencePieceSides):
         """Return the best targets of each source by log-probability, at most `num_best`.
 
         Raises:
-            TimeoutError, CancelledError: if `limits` are reached; CTranslate2 itself runs on.
+            TimeoutError, CancelledError: if `limits` are reached; the current batch runs on.
         """
-        futures = self._translator.translate_batch(
-            self._tokens(sources),
-            max_batch_size=BATCH_SIZE,
-            beam_size=beam,
-            num_hypotheses=num_best,
-            length_penalty=0,
-            no_repeat_ngram_size=no_repeat_ngram,
-            return_scores=True,
-            return_end_token=True,
-            max_input_length=0,
-            max_decoding_length=max(max_lengths) + 1,
-            min_decoding_length=0,  # by default eos cannot come first
-            use_vmap=self._use_vmap,
-            asynchronous=True,
-        )
-        while limits != NO_LIMITS:
-            left_s = limits.seconds_left()
-            if all(future.done() for future in futures):
-                break
-            time.sleep(min(left_s, _POLL_S))
-        results = [future.result() for future in futures]
+        max_length = max(max_lengths, default=0) + 1
+
+        def translate(rows: list[int]) -> Any:
+            return self._translator.translate_batch(
+                self._tokens([sources[row] for row in rows]),
+                beam_size=beam,
+                num_hypotheses=num_best,
+                length_penalty=0,
+                no_repeat_ngram_size=no_repeat_ngram,
+                return_scores=True,
+                return_end_token=True,
+                max_input_length=0,
+                max_decoding_length=max_length,
+                min_decoding_length=0,  # by default eos cannot come first
+                use_vmap=self._use_vmap,
+            )
+
+        by_length = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
+        results: dict[int, Any] = {}
+        for at in range(0, len(by_length), BATCH_SIZE):
+            rows = by_length[at : at + BATCH_SIZE]
+            batch = _wait(self._thread.submit(translate, rows), limits)
+            results.update(zip(rows, batch, strict=True))
         return [
             [
                 self._hypothesis(tokens, log_prob)
-                for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True)
+                for tokens, log_prob in zip(
+                    results[row].hypotheses, results[row].scores, strict=True
+                )
             ]
-            for result in results
+            for row in range(len(sources))
         ]
 
     def _hypothesis(self, tokens: list[str], log_prob: float) -> ExportedHypothesis:
