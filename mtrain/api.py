@@ -719,7 +719,7 @@ def export(
         run: the run folder.
         directory: the folder to write, or the file with `to="argos"`; it must not exist.
         to: the library, one of those that `mtrain export --help` names.
-        quantize: the type of the weights; None is float32. No library has every type.
+        quantize: the type of the weights; None is float32. Not every library has every type.
         check_lines: the number of lines of the validation text on which both are compared.
         license: the license in the model card, as the Hugging Face Hub writes it, such as
             cc-by-4.0.
