@@ -36,9 +36,11 @@ class _StderrHandler(logging.Handler):
     """Prints the lines that the package logs on stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line; a warning begins with the name of the program."""
+        """Print one line and the traceback; a warning begins with the name of the program."""
         prefix = "mtrain: " if record.levelno >= logging.WARNING else ""
         Stderr().say(prefix + record.getMessage())
+        if record.exc_info:
+            Stderr().say(logging.Formatter().formatException(record.exc_info))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from serving import ANY_PORT, JSON, Client, running
 from tasks import copy_task
 
 import mtrain
+from mtrain.cli.console import log_on_stderr
 from mtrain.serve.settings import ServerSettings
 
 BODY = {"q": "ba ce di", "source": "en", "target": "de"}
@@ -115,18 +116,20 @@ def test_a_translation_that_exceeds_the_timeout_gets_503(pair_models: list[mtrai
 def test_an_internal_error_gets_500_without_its_cause_and_is_logged(
     pair_models: list[mtrain.Model],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise ValueError("the cause")
 
-    with running(pair_models, ANY_PORT) as client:
+    with log_on_stderr(), running(pair_models, ANY_PORT) as client:
         monkeypatch.setattr(mtrain.Model, "translate", fail)
         answer = client.post("/translate", BODY)
         assert (answer.status, answer.tree) == (500, {"error": "Internal server error"})
         monkeypatch.undo()
         assert client.post("/translate", BODY).status == 200
-    assert "the cause" in caplog.text
+    err = capsys.readouterr().err
+    assert "mtrain: ValueError: a request failed\nTraceback (most recent call last):\n" in err
+    assert "\nValueError: the cause\n" in err
 
 
 def test_requests_are_counted_by_path_and_status(pair_models: list[mtrain.Model]) -> None:
