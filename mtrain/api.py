@@ -163,6 +163,8 @@ class Model:
             raise ConfigError(
                 f"`options` must be a DecodingOptions or None, but is {options!r:.60} instead."
             )
+        if timeout_s is not None and math.isnan(timeout_s):
+            raise ConfigError("`timeout_s` must be a number of seconds, but is nan instead.")
         clean = list(_clean(lines, max_chars))
         options = replace(options or self.options, with_scores=details)
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s

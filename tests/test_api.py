@@ -4,6 +4,7 @@ import ast
 import asyncio
 import json
 import logging
+import math
 import pickle
 import random
 import re
@@ -340,6 +341,8 @@ def test_invalid_sampling_values_and_options_of_a_call_are_errors(model: mtrain.
         mtrain.ConfigError, match=r"`temperature` must be between 0\.01 and 100, bu"
     ):
         mtrain.Sampling(temperature=0.0)
+    with pytest.raises(mtrain.ConfigError, match="`timeout_s` must be a number of seconds, but"):
+        model.translate(["ba"], timeout_s=math.nan)
     with pytest.raises(mtrain.ConfigError, match="`top_k` must be a whole number, but is 2"):
         mtrain.Sampling(top_k=2.5)  # type: ignore[arg-type]
     with pytest.raises(

@@ -148,8 +148,7 @@ class SearchCall(Generic[S]):
             CancelledError: if it was cancelled before.
         """
         while not self.is_done.is_set():
-            left_s = self.limits.seconds_left()
-            self.is_done.wait(None if left_s == math.inf else left_s)
+            self.is_done.wait(min(self.limits.seconds_left(), threading.TIMEOUT_MAX))
 
     def num_cells(self, rows: Rows) -> int:
         """Return the source positions of a padded group, times the beam."""
@@ -278,9 +277,19 @@ class _Worker(Generic[S]):
                     call.is_done.set()
 
     def _start_thread(self) -> None:
+        """Decode in a new thread; end all calls with an error if it cannot start."""
         is_set, self._is_running = threading.Event(), True
         with _NUM_THREADS_LOCK:
-            threading.Thread(target=self._run, args=[is_set], name=self._name).start()
+            try:
+                threading.Thread(target=self._run, args=[is_set], name=self._name).start()
+            except RuntimeError as error:
+                self._is_running = False
+                for call in self._calls:
+                    if not call.is_done.is_set():
+                        call.fail(error)
+                for entries in (self._waiting, self._searches, self._decodings):
+                    entries.clear()
+                return
             is_set.wait()
             # threads that have not used PyTorch yet take over the number set last
             torch.set_num_threads(torch.get_num_threads())

@@ -424,3 +424,36 @@ def test_a_call_made_after_most_of_a_group_has_finished_gives_the_same_as_alone(
             assert time.monotonic() < deadline
         is_open.set()
         assert (first.result(), second.result()) == (alone, line)
+
+
+def test_a_deadline_later_than_a_thread_can_wait_is_no_error(translator: Translator) -> None:
+    expected = translate_lines(translator, LINES)
+    translator.limits = SearchLimits(time.monotonic() + 2 * threading.TIMEOUT_MAX)
+    assert translate_lines(translator, LINES) == expected
+    wait_for_search_threads()
+
+
+def test_a_search_thread_that_cannot_start_fails_its_call_and_no_later_one(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # so that a call is decoded in threads of the search
+    try:
+        translator = translator_module.load(trained, loading=LoadOptions("cpu"))
+        start = threading.Thread.start
+
+        def fail(thread: threading.Thread) -> None:
+            if thread.name.startswith("search-"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                translate_lines(translator, LINES)
+        assert [worker.load() for worker in translator.shared_search._workers] == [0, 0]
+        translator.limits = SearchLimits(time.monotonic() + PATIENCE_S)
+        assert len(translate_lines(translator, LINES)) == len(LINES)
+        wait_for_search_threads()
+    finally:
+        torch.set_num_threads(before)
