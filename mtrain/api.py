@@ -230,6 +230,7 @@ def load_config(
     Example:
         config = mtrain.load_config("en-de.yaml", ["training.max_steps=20"], "runs/short")
     """
+    _check_overrides(overrides)
     new_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
         name, changes = str(config), list(overrides)
@@ -381,6 +382,7 @@ def init(
     """
     from mtrain.autoconfig import write_config
 
+    _check_overrides(overrides)
     if (src is None) != (tgt is None):
         raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
     files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
@@ -637,6 +639,8 @@ def load(
 
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("engine", engine, get_args(Engine))
+    if not isinstance(checkpoint, int | None):
+        raise ConfigError(f"`checkpoint` must be a step, but is {checkpoint!r:.60} instead.")
     if shortlist is not None:
         _check_choice("shortlist", shortlist, get_args(Shortlist))
     folders = _run_dirs("runs", runs)
@@ -740,6 +744,8 @@ def export(
     from mtrain.exporters.export import ExportRequest, export
 
     _check_choice("to", to, get_args(Library))
+    if check_lines < 1:
+        raise ConfigError(f"`check_lines` must be >= 1, but is {check_lines} instead.")
     request = ExportRequest(
         to, quantize, check_lines, license, has_page=page, has_shortlist=shortlist
     )
@@ -797,6 +803,13 @@ def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(
             f"`{key}` must be one of {', '.join(choices)}, but is {value!r:.60} instead."
+        )
+
+
+def _check_overrides(overrides: Iterable[str]) -> None:
+    if isinstance(overrides, str):
+        raise ConfigError(
+            "`overrides` must be a list of settings, but is one text; put it in a list."
         )
 
 

@@ -16,6 +16,7 @@ import threading
 import warnings
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,15 @@ def test_invalid_arguments_raise_exceptions_with_command_line_messages(
         mtrain.ConfigError, match=r"`to` must be one of ctranslate2, .* but is 'other'"
     ):
         mtrain.export(trained.path, "x", wrong)
+    with pytest.raises(mtrain.ConfigError, match="`check_lines` must be >= 1, but is -5 instead"):
+        mtrain.export(trained.path, "x", "ctranslate2", check_lines=-5)
+    wrong = "250"
+    with pytest.raises(mtrain.ConfigError, match="`checkpoint` must be a step, but is '250' inst"):
+        mtrain.load(trained.path, checkpoint=wrong)
     tree = tiny_tree(tmp_path)
+    for taking in (partial(mtrain.load_config, tree), partial(mtrain.init, "en", "de")):
+        with pytest.raises(mtrain.ConfigError, match="`overrides` must be a list of settings, but"):
+            taking(overrides="seed=3")
     with pytest.raises(mtrain.ConfigError) as error:
         mtrain.train(tree | {"sed": 1})
     assert str(error.value) == "config: `sed` is not a key of the config; did you mean `seed`?"
