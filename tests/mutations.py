@@ -1789,7 +1789,7 @@ SERVE = [
     Mutation(
         "text marked translate='no' is translated",
         "mtrain/serve/html_text.py",
-        "return token.name in _UNTRANSLATED or _is_marked(token)",
+        "return token.name in _UNTRANSLATED or _is_marked(token.raw)",
         "return token.name in _UNTRANSLATED",
         HTML,
     ),

@@ -47,7 +47,11 @@ class Client:
         self.host, self.port = urlsplit(url).hostname, urlsplit(url).port
 
     def send(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = {}
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str | bytes] = {},
     ) -> Answer:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:

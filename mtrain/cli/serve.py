@@ -80,6 +80,8 @@ def serve(
         with_page=page,
         log_text=log_text,
     )
+    if engine == "ctranslate2":
+        _check_ctranslate2(device, precision, shortlist)
     from mtrain.serve.server import serve as serving
 
     models = [
@@ -94,3 +96,13 @@ def serve(
         for path in paths
     ]
     serving(models, settings, engine == "ctranslate2")
+
+
+def _check_ctranslate2(device: str, precision: str, shortlist: str | None) -> None:
+    """Refuse the options that CTranslate2 does not honour."""
+    unsupported = {
+        "device": None if device in ("auto", "cpu") else device,
+        "precision": None if precision == "auto" else precision,
+        "shortlist": shortlist,
+    }
+    options.refuse("--engine ctranslate2", unsupported)

@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import ASGIApp
 
 from mtrain.config.language_names import name_of
 from mtrain.serve import page
@@ -73,7 +72,7 @@ class Server:
             },
         )
         starlette.router.redirect_slashes = False
-        self.app: ASGIApp = RequestMiddleware(
+        self.app = RequestMiddleware(
             starlette, settings, self._metrics, {f"{prefix}{path}" for path in paths}
         )
 
@@ -176,8 +175,8 @@ class Server:
         """
         client = request.client.host if request.client else ""
         if self._settings.api_keys:
-            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-            bearer = bearer.strip().encode("latin-1").decode("utf-8", "replace")  # as it was sent
+            header = request.headers.get("authorization", "")  # as Latin-1
+            scheme, _, bearer = header.encode("latin-1").decode("utf-8", "replace").partition(" ")
             api_key = fields.get("api_key") or (bearer if scheme.lower() == "bearer" else "")
             if not isinstance(api_key, str) or not self._settings.knows(api_key):
                 raise HTTPException(403, "Invalid API key")

@@ -140,8 +140,10 @@ def _read_alternatives(fields: Fields, translations: Translations) -> int:
 
 def _read_details(fields: Fields) -> bool:
     value = fields.get("details")
+    if isinstance(value, list | dict | float):
+        raise invalid("details parameter is not true or false")
     text = "" if value in _ABSENT else str(value).lower()
-    if isinstance(value, list | dict | float) or text not in _TRUE | _FALSE:
+    if text not in _TRUE | _FALSE:
         raise invalid("details parameter is not true or false")
     return text in _TRUE
 
@@ -164,9 +166,7 @@ def _read_prefixes(fields: Fields, texts: Sequence[str], is_html: bool) -> list[
 
 
 def _shown(value: object) -> str:
-    try:
-        text = value if isinstance(value, str) else json.dumps(value)
-    except RecursionError:  # of lists that are nested almost too deeply for the parser
-        text = "..."
-    text = _HALF.sub("\ufffd", text)
+    if isinstance(value, list | dict):  # it may be nested too deep to be written
+        return "a list" if isinstance(value, list) else "an object"
+    text = _HALF.sub("\ufffd", value if isinstance(value, str) else json.dumps(value))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

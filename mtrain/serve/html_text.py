@@ -38,8 +38,8 @@ _VOID = frozenset(  # without an end tag
 )
 _NAME = re.compile(r"[a-zA-Z][^\s/>]*")
 _TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
-_ATTRIBUTE = re.compile(r"([^\s\"'>/=]+)(?:\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s>]*)))?")
-_SELF_CLOSED = frozenset(("math", "svg"))  # names of elements that may end in their start tag
+_FOREIGN = frozenset({"svg", "math"})  # `/>` ends them, unlike the elements of HTML
+_ATTRIBUTE = re.compile(r"([^\s=/>]+)(?:\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]*))?")
 _SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
 _MAX_DEPTH = 20  # of nested elements; deeper ones are not placed by alignment
 _PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
@@ -78,8 +78,11 @@ def _tokens(text: str) -> Iterator[_HtmlToken]:
             yield _HtmlToken("other", text[start:at])
             continue
         at = _end_of_tag(text, named.end())
-        name = named[0].lower()
-        yield _HtmlToken("end" if is_end else "start", text[start:at], name)
+        name, raw = named[0].lower(), text[start:at]
+        if name in _FOREIGN and raw.endswith("/>"):
+            yield _HtmlToken("other", raw)
+            continue
+        yield _HtmlToken("end" if is_end else "start", raw, name)
         if not is_end and name in _RAW:
             closing = re.compile(f"</{name}", re.IGNORECASE).search(text, at)
             end = closing.start() if closing else length
@@ -103,23 +106,18 @@ def _end_of_tag(text: str, at: int) -> int:
 
 def _is_untranslated(token: _HtmlToken) -> bool:
     """Tell whether a tag begins an element that is left as it stands."""
-    if token.kind != "start" or _is_void(token):
+    if token.kind != "start" or token.name in _VOID:
         return False
-    return token.name in _UNTRANSLATED or _is_marked(token)
+    return token.name in _UNTRANSLATED or _is_marked(token.raw)
 
 
-def _is_void(token: _HtmlToken) -> bool:
-    """Tell whether a start tag is a whole element."""
-    return token.name in _VOID or (token.name in _SELF_CLOSED and token.raw.endswith("/>"))
-
-
-def _is_marked(token: _HtmlToken) -> bool:
-    """Tell whether a start tag has `translate="no"` or the class `notranslate`."""
-    for name, *values in _ATTRIBUTE.findall(token.raw, 1 + len(token.name)):
-        words = "".join(values).lower().split()
-        if (name.lower(), words) == ("translate", ["no"]):
-            return True
-        if name.lower() == "class" and "notranslate" in words:
+def _is_marked(tag: str) -> bool:
+    """Tell whether the attributes of a tag say that the element is not to be translated."""
+    for name, value in _ATTRIBUTE.findall(tag.lower()):
+        words = value.strip("\"'").split()
+        if (name == "translate" and words == ["no"]) or (
+            name == "class" and "notranslate" in words
+        ):
             return True
     return False
 
@@ -213,7 +211,7 @@ class HtmlText:
             if not is_inline:
                 block = self._next_block(block)
                 self._parts.append("".join(raws))
-            elif len(raws) == 1 and token.kind == "start" and not _is_void(token):
+            elif len(raws) == 1 and token.kind == "start" and token.name not in _VOID:
                 block.add_start(token)
             elif len(raws) == 1 and token.kind == "end" and token.name in _INLINE:
                 block.add_end(token)

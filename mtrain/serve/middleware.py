@@ -19,6 +19,7 @@ from mtrain.serve.settings import ServerSettings
 logger = logging.getLogger("mtrain")
 
 _BODY_TIMEOUT_S = 20.0
+_MIN_CONNECTIONS = 64  # that are served, however few requests are
 _OTHER = "other"  # logged instead of a path without a route
 _HEADERS = [
     (b"access-control-allow-origin", b"*"),
@@ -33,6 +34,9 @@ _HEADERS = [
 class RequestMiddleware:
     """Reads the body of each request, and counts and logs each answer.
 
+    Attributes:
+        connections: those that are open; requests beyond a limit of them are refused.
+
     Args:
         app: the application that answers the requests.
         settings: the limits.
@@ -45,6 +49,7 @@ class RequestMiddleware:
     ) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
         self._paths = paths
+        self.connections: Collection[object] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -72,6 +77,10 @@ class RequestMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "OPTIONS":
             await Response(status_code=204)(scope, receive, send)
+            return
+        if len(self.connections) > max(_MIN_CONNECTIONS, 4 * self._settings.max_requests):
+            error = HTTPException(503, "Server is busy: too many connections", {"Retry-After": "1"})
+            await _closing(error)(scope, receive, send)
             return
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
@@ -128,5 +137,5 @@ class RequestMiddleware:
 
 def _closing(error: HTTPException) -> Response:
     """Return an answer that closes the connection: the rest of the body may still come."""
-    headers = {"Content-Type": "application/json", "Connection": "close"}
+    headers = {"Content-Type": "application/json", "Connection": "close", **(error.headers or {})}
     return Response(json.dumps({"error": error.detail}), error.status_code, headers)

@@ -26,8 +26,6 @@ _HEAD_TIMEOUT_S = 20.0  # for the head of a request to arrive
 _KEEP_ALIVE_S = 5  # idle time after which a connection is closed
 _MAX_HEAD_BYTES = 65_536
 _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
-_CONNECTIONS = 4  # for each of `max_requests`; more are refused
-_MIN_CONNECTIONS = 64  # a browser opens several
 
 
 class _Protocol(HttpToolsProtocol):
@@ -149,7 +147,7 @@ def serve(models: Sequence[Model], settings: ServerSettings, is_ctranslate2: boo
 
 def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
     """Return the uvicorn server of the application; a signal ends it."""
-    return uvicorn.Server(
+    http_server = uvicorn.Server(
         uvicorn.Config(
             server.app,
             http=_Protocol,
@@ -163,10 +161,11 @@ def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
             proxy_headers=settings.trust_proxy is not None,
             forwarded_allow_ips=settings.trust_proxy or "",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            limit_concurrency=max(_MIN_CONNECTIONS, _CONNECTIONS * settings.max_requests),
             timeout_graceful_shutdown=_GRACE_S,
         )
     )
+    server.app.connections = http_server.server_state.connections
+    return http_server
 
 
 def url_of(listening: socket.socket, settings: ServerSettings) -> str:

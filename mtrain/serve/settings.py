@@ -27,8 +27,8 @@ class ServerSettings:
         max_body: bytes of a request's body.
         requests_per_minute: of one client; 0 is no limit.
         api_keys: keys of which a request must have one; empty is no check.
-        trust_proxy: addresses or networks, separated by commas, of reverse proxies whose
-            `X-Forwarded-For` names the client; `*` is all.
+        trust_proxy: the addresses or networks of reverse proxies whose `X-Forwarded-For` names the
+            client, with commas between them; * is any.
         with_page: serve the page.
         log_text: log the texts too.
     """
@@ -51,15 +51,17 @@ class ServerSettings:
         if not self.host:  # it would listen on all addresses
             raise ConfigError("`--host` must be an address, but is empty.")
         prefix = self.url_prefix
-        is_path = prefix.startswith("/") and not prefix.endswith("/") and "//" not in prefix
-        if prefix and (not is_path or {*prefix} & {*"{}"}):  # braces would be a pattern
+        if prefix and (not prefix.startswith("/") or prefix.endswith("/") or "//" in prefix):
             raise ConfigError(
-                f"`--url-prefix` must begin with a slash, end without one and have no braces, but "
-                f"is {prefix!r} instead."
+                f"`--url-prefix` must begin with a slash and end without one, but is {prefix!r} "
+                "instead."
             )
-        for address in [] if self.trust_proxy is None else self.trust_proxy.split(","):
-            if address.strip() != "*":
-                _check_network(address.strip())
+        if "{" in prefix or "}" in prefix:  # a path parameter of Starlette
+            raise ConfigError(
+                f"`--url-prefix` must have no curly brackets, but is {prefix!r} instead."
+            )
+        if self.trust_proxy not in (None, "*"):
+            _check_addresses(self.trust_proxy)
 
     def knows(self, api_key: str) -> bool:
         """Tell whether a key is one of the server's; the time taken does not depend on it."""
@@ -67,14 +69,15 @@ class ServerSettings:
         return sum(hmac.compare_digest(encoded, key.encode("utf-8")) for key in self.api_keys) > 0
 
 
-def _check_network(address: str) -> None:
-    try:
-        ipaddress.ip_network(address)
-    except ValueError:
-        raise ConfigError(
-            f"`--trust-proxy` must be IP addresses or networks with commas between them, or `*`, "
-            f"but has {address!r} instead."
-        ) from None
+def _check_addresses(trust_proxy: str) -> None:
+    for address in trust_proxy.split(","):
+        try:
+            ipaddress.ip_network(address.strip())
+        except ValueError:
+            raise ConfigError(
+                "`--trust-proxy` must be IP addresses or networks with commas between them, or *, "
+                f"but has {address!r} instead."
+            ) from None
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from serving import ANY_PORT, JSON, Client, running
@@ -102,6 +103,25 @@ def test_a_request_above_max_requests_gets_503_while_the_first_still_runs(
         assert "mtrain_http_requests_in_flight 2\n" in client.get("/metrics").body.decode()
         blocking.may_end.set()
         assert first.recv(100).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_request_above_the_limit_of_connections_gets_503_until_others_are_closed(
+    pair_models: list[mtrain.Model],
+) -> None:
+    with (
+        running(pair_models, ServerSettings(port=0, max_requests=1)) as client,
+        ExitStack() as idle,
+    ):
+        for _ in range(63):
+            idle.enter_context(socket.create_connection((client.host, client.port)))
+        assert client.get("/health").status == 200
+        idle.enter_context(socket.create_connection((client.host, client.port)))
+        answer = client.get("/health")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.tree == {"error": "Server is busy: too many connections"}
+        idle.close()
+        while client.get("/health").status == 503:
+            pass
 
 
 def test_a_translation_that_exceeds_the_timeout_gets_503(pair_models: list[mtrain.Model]) -> None:

@@ -89,7 +89,7 @@ def test_an_unavailable_language_pair_is_named_in_the_error(client: Client) -> N
         ({"alternatives": -1}, "Invalid request: alternatives parameter must be >= 0"),
         ({"alternatives": {}}, "Invalid request: alternatives parameter is not a number"),
         ({"alternatives": False}, "Invalid request: alternatives parameter is not a number"),
-        ({"format": []}, "[] format is not supported"),
+        ({"format": []}, "a list format is not supported"),
         ({"prefix": {}}, "Invalid request: prefix must be a text or a list of texts"),
         ({"prefix": []}, "Invalid request: prefix must be given for each text (1, not 0)"),
         ({"details": "AAA"}, "Invalid request: details parameter is not true or false"),
