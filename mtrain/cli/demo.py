@@ -16,7 +16,7 @@ def demo(
         "runs/demo"
     ),
 ) -> None:
-    """Train, evaluate and translate on mtrain's own corpus, in minutes.
+    """Train and evaluate on mtrain's own corpus, in minutes.
 
     Example: mtrain demo runs/demo
     """
