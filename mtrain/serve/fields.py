@@ -140,12 +140,11 @@ def _read_alternatives(fields: Fields, translations: Translations) -> int:
 
 def _read_details(fields: Fields) -> bool:
     value = fields.get("details")
-    if isinstance(value, list | dict | float):
-        raise invalid("details parameter is not true or false")
-    text = "" if value in _ABSENT else str(value).lower()
-    if text not in _TRUE | _FALSE:
-        raise invalid("details parameter is not true or false")
-    return text in _TRUE
+    if not isinstance(value, list | dict | float):
+        text = "" if value in _ABSENT else str(value).lower()
+        if text in _TRUE | _FALSE:
+            return text in _TRUE
+    raise invalid("details parameter is not true or false")
 
 
 def _read_prefixes(fields: Fields, texts: Sequence[str], is_html: bool) -> list[str] | None:
