@@ -128,11 +128,14 @@ class TrainingData:
         """Return a line on the share of each corpus of a mixture; nothing for a single corpus."""
         if len(self.shares) == 1:
             return []
-        return [
-            f"{share.name}: {share.num_in_epoch / len(self):.1%} of an epoch, each of its "
-            f"{share.num_pairs:,} pairs {share.num_in_epoch / share.num_pairs:.3g} times"
-            for share in self.shares
-        ]
+        lines = []
+        for share in self.shares:
+            reads = f"{share.num_in_epoch / share.num_pairs:.3g}"
+            lines.append(
+                f"{share.name}: {share.num_in_epoch / len(self):.1%} of an epoch, each of its "
+                f"{share.num_pairs:,} pairs {'once' if reads == '1' else f'{reads} times'}"
+            )
+        return lines
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches endlessly from `start` on, each with the position after it."""

@@ -381,7 +381,7 @@ def test_training_on_a_mixture_prints_the_shares_and_doctor_finds_no_fault(
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 2.0)
     outcome = cli("train", write_config(tmp_path / "config.yaml", tree))
     assert outcome.code == 0
-    assert "mixed    data.train[1]: 25.1% of an epoch, each of its 43 pairs 1 times" in outcome.err
+    assert "mixed    data.train[1]: 25.1% of an epoch, each of its 43 pairs once" in outcome.err
     found = cli("doctor", tree["run_dir"])
     assert found.code == 0, found.lines
     assert any("171 pairs, all ids within the vocabulary" in line for line in found.lines)
