@@ -318,7 +318,7 @@ class Transformer(nn.Module):
             inputs = (self.src_embedding, self.src_positions, self.dropout)
             maps = [layer.cross_attention.source_keys_values for layer in self.decoder]
             layers, heads = self._stack_modules(self.encoder), self.config.num_heads
-            self._compiled_sources = compiled = CompiledSources.of(layers, *inputs, maps, heads)
+            self._compiled_sources = compiled = CompiledSources.of(layers, inputs, heads, maps)
         return compiled
 
     def _compile_decoder(self) -> None:
@@ -328,7 +328,7 @@ class Transformer(nn.Module):
             heads, window = self.config.num_heads, self.config.attention_window
             inputs = (self.tgt_embedding, self.tgt_positions, self.dropout)
             layers = self._stack_modules(self.decoder)
-            self._compiled_decoder = CompiledDecoder.of(layers, *inputs, heads, window)
+            self._compiled_decoder = CompiledDecoder.of(layers, inputs, heads, window=window)
 
     def _stack_modules(self, stack: Sequence[nn.Module]) -> list[LayerModules]:
         """Return the modules of each layer; an empty list if they cannot be one compiled call."""

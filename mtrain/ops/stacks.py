@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -189,21 +189,44 @@ class _EmbeddedStack(_CompiledStack):
     """A stack that also embeds its input, and reads or writes key-value pools.
 
     Args:
-        layers, others, num_heads: as in `_CompiledStack`.
-        table_VD: the embedding table.
-        num_pools: pools of each cache, one for each layer of the decoder.
+        layers, num_heads: as in `_CompiledStack`.
+        inputs: embedding, positional encoding and dropout; the first layer's input is the dropout
+            of the sum of the scaled embedding and what the second returns.
+        maps: from an encoder's output to the source keys and values of each layer of the decoder;
+            empty in a decoder.
+        window: positions before the newest that a decoder's self-attention reads; None is all.
     """
 
     def __init__(
         self,
         layers: Sequence[LayerModules],
-        others: Sequence[nn.Module],
+        inputs: tuple[nn.Embedding, nn.Module, Dropout],
         num_heads: int,
-        table_VD: Tensor,
-        num_pools: int,
+        maps: Sequence[Linear] = (),
+        window: int | None = None,
     ) -> None:
-        super().__init__(layers, others, num_heads)
-        self.table_VD, self._num_pools = table_VD, num_pools
+        super().__init__(layers, (*inputs, *maps), num_heads)
+        self.table_VD = inputs[0].weight.detach()
+        self.window = sys.maxsize if window is None else window + 1
+        self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
+        self._num_pools = len(maps) or len(layers)
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerModules],
+        inputs: tuple[nn.Embedding, nn.Module, Dropout],
+        num_heads: int,
+        maps: Sequence[Linear] = (),
+        window: int | None = None,
+    ) -> Self | None:
+        """Return the compiled modules; None where they must run one operation after the other."""
+        if not _can_be_compiled(layers, (*inputs, *maps)):
+            return None
+        d_model = layers[0].inner.in_features
+        is_usable = _is_table(inputs[0], d_model)
+        is_usable &= all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
+        return cls(layers, inputs, num_heads, maps, window) if is_usable else None
 
     def functions_for(self, encodings_TD: Tensor, *caches: Sequence[Tensor]) -> Functions | None:
         """Return the compiled functions if they take these encodings and pools [R, X]."""
@@ -223,48 +246,7 @@ class CompiledSources(_EmbeddedStack):
     """Embedding, encoder, and source keys and values of a decoder's layers, as one compiled call.
 
     It computes what they compute one operation after the other, bit for bit.
-
-    Args:
-        layers, num_heads: of the encoder.
-        others, table_VD: as in `_EmbeddedStack`.
-        maps: as in `of`; also part of `others`.
     """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerModules],
-        others: Sequence[nn.Module],
-        num_heads: int,
-        table_VD: Tensor,
-        maps: Sequence[Linear],
-    ) -> None:
-        super().__init__(layers, others, num_heads, table_VD, len(maps))
-        self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
-
-    @staticmethod
-    def of(
-        layers: Sequence[LayerModules],
-        embedding: nn.Embedding,
-        positions: nn.Module,
-        dropout: Dropout,
-        maps: Sequence[Linear],
-        num_heads: int,
-    ) -> CompiledSources | None:
-        """Return the compiled modules; None where they must run one operation after the other.
-
-        The encoder's input is the dropout of the sum of the scaled embedding and what `positions`
-        returns; `maps` turn its output into the keys and values of each layer of the decoder.
-        """
-        others = (embedding, positions, dropout, *maps)
-        if not _can_be_compiled(layers, others):
-            return None
-        d_model = layers[0].inner.in_features
-        if not (
-            _is_table(embedding, d_model)
-            and all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
-        ):
-            return None
-        return CompiledSources(layers, others, num_heads, embedding.weight.detach(), maps)
 
     def write(
         self, ids_BS: Ints, slots_BS: Ints, encodings_TD: Tensor, pools: Sequence[Tensor]
@@ -308,43 +290,7 @@ class CompiledDecoder(_EmbeddedStack):
     """The layers of a decoder with packed weights, as one compiled call for the newest positions.
 
     It computes what the layers compute one operation after the other, bit for bit.
-
-    Args:
-        layers, others, num_heads: as in `_CompiledStack`.
-        table_VD: the embedding table.
-        window: positions before the newest that self-attention reads; None is all.
     """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerModules],
-        others: Sequence[nn.Module],
-        num_heads: int,
-        table_VD: Tensor,
-        window: int | None,
-    ) -> None:
-        super().__init__(layers, others, num_heads, table_VD, len(layers))
-        self.window = sys.maxsize if window is None else window + 1
-
-    @staticmethod
-    def of(
-        layers: Sequence[LayerModules],
-        embedding: nn.Embedding,
-        positions: nn.Module,
-        dropout: Dropout,
-        num_heads: int,
-        window: int | None,
-    ) -> CompiledDecoder | None:
-        """Return the compiled layers; None where they must run one operation after the other.
-
-        Their input is the dropout of the sum of the scaled embedding and what `positions` returns.
-        """
-        others = (embedding, positions, dropout)
-        if not _can_be_compiled(layers, others):
-            return None
-        if not _is_table(embedding, layers[0].inner.in_features):
-            return None
-        return CompiledDecoder(layers, others, num_heads, embedding.weight.detach(), window)
 
     def step(
         self,
