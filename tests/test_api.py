@@ -270,7 +270,7 @@ def test_a_long_line_has_the_same_translation_in_validation_eval_translate_and_t
         trainer = Trainer(config, run, log)
     weights = checkpoint.load_model(run.model_path, trainer.fingerprint)
     set_weights(trainer.model, weights, run.model_path)
-    validation = ValidationSet(lines, trainer.tokenizer, 512).translations(trainer.translator)
+    validation = ValidationSet(lines, trainer.tokenizer, 512, 5).translations(trainer.translator)
     assert sum(len(ids) > 5 for ids in trainer.tokenizer.encode_src(lines.src)) > 10
     model = mtrain.load(run.path, beam=1)
     assert model.translate(lines.src) == validation

@@ -63,7 +63,7 @@ class TrainingLogger:
         config: TrainingConfig,
         data: TrainingData,
         tokenizer: Tokenizer,
-        num_valid: int,
+        valid: str,
         step: int,
     ) -> None:
         """Log the sizes of the corpora, of an update and of an epoch."""
@@ -76,7 +76,7 @@ class TrainingLogger:
         for line in (
             f"vocab    {prepare.format_vocabulary_sizes(tokenizer)}",
             f"pairs    {len(data):,} for training, dropped {dropped.format_counts(counts)},",
-            f"         {num_valid:,} for validation",
+            f"         {valid}",
             *(f"mixed    {share}" for share in data.format_shares()),
             f"tokens   {tokens} an epoch",
             f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding",

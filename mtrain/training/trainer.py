@@ -145,7 +145,10 @@ class Trainer:
             run.data_dir, self.tokenizer, config.seed, config.tokenizer.sampling_alpha
         )
         self.valid = ValidationSet(
-            prepare.read_valid(run), self.tokenizer, self.settings.batch_tokens
+            prepare.read_valid(run),
+            self.tokenizer,
+            self.settings.batch_tokens,
+            config.data.max_tokens,
         )
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
@@ -474,8 +477,10 @@ class Trainer:
         if self.run_dir.config != self.config:
             self.run_dir.save_config(self.config)
         self.log.say(f"model    {num_parameters(self.model):,} parameters")
-        num_valid = len(self.valid.lines.src)
-        logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, num_valid, step)
+        valid = f"{len(self.valid.lines.src):,} for validation"
+        if self.valid.num_too_long:
+            valid += f", {self.valid.num_too_long:,} of them too long to be in its loss"
+        logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, valid, step)
         logger.log_device(self.compute_dtype, self.gradients.workers.count)
         logger.log_ranks(self.settings, self.split)
         if note := tokenizer_note(self.config.data.tgt_lang):

@@ -12,6 +12,7 @@ from mtrain.data.loader import in_batches
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator
+from mtrain.errors import DataError
 from mtrain.evaluation.metrics import ignored_source
 from mtrain.io.text_width import shortened, visible
 from mtrain.model.transformer import Transformer
@@ -23,11 +24,28 @@ _MAX_EXAMPLE = 145  # terminal columns of an example
 
 
 class ValidationSet:
-    """The validation text, batched by length."""
+    """The validation text; the loss is that of its pairs within `max_tokens`, as in training.
 
-    def __init__(self, lines: ParallelLines, tokenizer: Tokenizer, batch_tokens: int) -> None:
+    Attributes:
+        num_too_long: pairs with a side of more tokens, eos included; they are translated, too.
+
+    Raises:
+        DataError: if all pairs are too long.
+    """
+
+    def __init__(
+        self, lines: ParallelLines, tokenizer: Tokenizer, batch_tokens: int, max_tokens: int
+    ) -> None:
         self.lines = lines
-        src, tgt = tokenizer.encode_src(lines.src), tokenizer.tgt.encode(lines.tgt)
+        pairs = zip(tokenizer.encode_src(lines.src), tokenizer.tgt.encode(lines.tgt), strict=True)
+        kept = [(src, tgt) for src, tgt in pairs if max(len(src), len(tgt) + 1) <= max_tokens]
+        self.num_too_long = len(lines.src) - len(kept)
+        if not kept:
+            raise DataError(
+                "`data.valid` must have a pair within `data.max_tokens`, which is "
+                f"{max_tokens}, but all of its {len(lines.src):,} are longer."
+            )
+        src, tgt = zip(*kept, strict=True)
         self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
 
     @torch.no_grad()

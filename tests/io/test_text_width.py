@@ -137,7 +137,7 @@ def test_control_characters_in_validation_examples_are_escaped_and_long_lines_cu
     trained: RunDir,
 ) -> None:
     lines = ParallelLines(["ba \x1b[31m"], ["ce " * 100])
-    valid = ValidationSet(lines, sentencepiece.load(trained.tokenizer_dir), 1000)
+    valid = ValidationSet(lines, sentencepiece.load(trained.tokenizer_dir), 1000, 500)
     source, reference, translation = valid.examples(["\x1b]0;title\x07"], 1, 0)
     assert source == r"  source       ba \x1b[31m"
     assert reference.endswith("ce c...")

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -21,14 +22,14 @@ from conftest import Cli, at_a_terminal, open_terminal, run_mtrain
 from fork_server import MtrainProcess, needs_fork_server, run_in_child
 from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
-from tasks import prepared, reverse_task, stop_at, train, write_task
+from tasks import prepared, reverse_task, stop_at, train, write, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.config.sections import ConsistencyConfig, TrainingConfig
 from mtrain.data import prepare
 from mtrain.data.batch import Batch, UpdateBatches, collate
-from mtrain.errors import RunError
+from mtrain.errors import DataError, RunError
 from mtrain.evaluation.metrics import bleu
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
@@ -135,6 +136,29 @@ def test_thai_is_validated_with_bleu_of_characters_and_the_header_says_so(
     lines = prepare.read_valid(RunDir(run))
     (*_, last) = (line["valid_bleu"] for line in metrics(RunDir(run)) if "valid_bleu" in line)
     assert last == bleu(lines.src, lines.tgt, "th") != bleu(lines.src, lines.tgt, "en")
+
+
+def test_validation_pairs_that_are_too_long_are_translated_but_not_in_the_loss(
+    cli: Cli, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    lines = prepare.read_valid(straight)
+    files = {"src": ["ba " * 300, *lines.src], "tgt": ["ce " * 300, *lines.tgt]}
+    valid = {side: [write(tmp_path / side, text)] for side, text in files.items()}
+    override = f"data.valid={json.dumps(valid)}"
+    outcome = cli("train", source, "--run", tmp_path / "run", "--set", override)
+    assert outcome.code == 0
+    assert "         13 for validation, 1 of them too long to be in its loss\n" in outcome.err
+    losses = [line["valid_loss"] for line in metrics(straight) if "valid_loss" in line]
+    same = [
+        line["valid_loss"] for line in metrics(RunDir(tmp_path / "run")) if "valid_loss" in line
+    ]
+    assert same == losses
+    with pytest.raises(DataError) as caught:
+        ValidationSet(lines, sentencepiece.load(straight.tokenizer_dir), 192, 2)
+    assert str(caught.value) == (
+        "`data.valid` must have a pair within `data.max_tokens`, which is 2, but all of its 12 are "
+        "longer."
+    )
 
 
 def test_without_label_smoothing_the_loss_is_the_nll(source: Path, tmp_path: Path) -> None:
