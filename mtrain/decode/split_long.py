@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,6 +17,8 @@ _SENTENCE = re.compile(
     re.DOTALL,
 )
 _WORD = re.compile(r"\S+")
+_NO_SPACE = re.compile(r"\S")
+_MAX_PIECE = 16  # characters, SentencePiece's default
 
 
 class LinePart(NamedTuple):
@@ -31,67 +35,59 @@ class LinePart(NamedTuple):
     flags: list[str]
 
 
-class _Token(NamedTuple):
-    """A token of a line, and its words in the line, numbered from 0."""
-
-    id: int
-    piece: str
-    words: range
-
-
 def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePart]:
     """Split a line at the ends of its sentences, else between words, else between tokens.
+
+    Each part is encoded as a line of its own.
 
     Returns:
         as few parts as fit, each of at most `max_tokens` tokens, eos included.
     """
     limit = max_tokens - 1  # for eos
-    words = list(accumulate(word_starts(src), initial=-1))[1:]  # of each character
+    word_of = list(accumulate(word_starts(src), initial=-1))[1:]  # of each character
+    parts: list[LinePart] = []
+    for start, end in _spans(src, _sentence_ends(src, vocabulary, limit), vocabulary, limit):
+        text, first = src[start:end].rstrip(), word_of[start]
+        (ids,), pieces = vocabulary.encode([text]), vocabulary.pieces(text)
+        words = [range(first + span.start, first + span.stop) for span in number_words(pieces)]
+        for at in range(0, len(ids), limit):  # more than once if a character is too long
+            cut = slice(at, at + limit)
+            kept = vocabulary.text_of(pieces[cut])
+            source = EncodedSource([*ids[cut], vocabulary.eos], text=kept)
+            parts.append(LinePart(source, words[cut], ["split"]))
+    return parts
+
+
+def _sentence_ends(src: str, vocabulary: Vocabulary, limit: int) -> list[int]:
+    """Return the ends of the sentences of a line; one that is too long has several."""
+    ends: list[int] = []
     sentences = list(_SENTENCE.finditer(src))
-    units: list[list[_Token]] = []
-    for sentence, tokens in zip(sentences, _encode(vocabulary, sentences, words), strict=True):
-        if len(tokens) <= limit:
-            units.append(tokens)
-            continue
-        tokens_of_words = _encode(vocabulary, list(_WORD.finditer(src, *sentence.span())), words)
-        fragments = [
-            tokens[start : start + limit]
-            for tokens in tokens_of_words
-            for start in range(0, len(tokens), limit)
-        ]
-        units += _pack(fragments, limit)
-    return [
-        LinePart(
-            EncodedSource(
-                [*(token.id for token in part), vocabulary.eos],
-                text=vocabulary.text_of([token.piece for token in part]),
-            ),
-            [token.words for token in part],
-            ["split"],
-        )
-        for part in _pack(units, limit)
-    ]
+    texts = [sentence[0].rstrip() for sentence in sentences]
+    for sentence, text, ids in zip(sentences, texts, vocabulary.encode(texts), strict=True):
+        cuts = [len(text)]
+        if len(ids) > limit:
+            word_ends = [word.end() for word in _WORD.finditer(text)]
+            cuts = [end for _, end in _spans(text, word_ends, vocabulary, limit)]
+        ends += [sentence.start() + cut for cut in cuts]
+    return ends
 
 
-def _encode(
-    vocabulary: Vocabulary, matches: list[re.Match[str]], words: list[int]
-) -> list[list[_Token]]:
-    """Return the tokens of each match in a line; a match may begin within a word."""
-    passages = [match[0].rstrip() for match in matches]
-    tokens_of: list[list[_Token]] = []
-    for match, text, ids in zip(matches, passages, vocabulary.encode(passages), strict=True):
-        pieces, first = vocabulary.pieces(text), words[match.start()]
-        numbers = [range(first + span.start, first + span.stop) for span in number_words(pieces)]
-        tokens_of.append([_Token(*token) for token in zip(ids, pieces, numbers, strict=True)])
-    return tokens_of
+def _spans(
+    text: str, ends: list[int], vocabulary: Vocabulary, limit: int
+) -> Iterator[tuple[int, int]]:
+    """Cut a text at some of `ends` into as few spans of at most `limit` tokens as possible.
 
-
-def _pack(units: list[list[_Token]], limit: int) -> list[list[_Token]]:
-    """Join neighbouring units while they have at most `limit` tokens."""
-    packed: list[list[_Token]] = []
-    for unit in units:
-        if packed and len(packed[-1]) + len(unit) <= limit:
-            packed[-1] = packed[-1] + unit
-        else:
-            packed.append(unit)
-    return packed
+    Where a span has more tokens up to the next end, it ends after the last character that fits, or
+    after its first character if none does.
+    """
+    last = 0
+    while match := _NO_SPACE.search(text, last):
+        first = match.start()
+        pieces = vocabulary.pieces(text[first : first + _MAX_PIECE * limit + 1])
+        count = min(limit, len(pieces))
+        last = first + max(1, len(vocabulary.text_of(pieces[:count])))
+        for end in reversed(ends[bisect_right(ends, first) : bisect_right(ends, last)]):
+            if len(vocabulary.encode([text[first:end]])[0]) <= limit:  # a token may span two units
+                last = end
+                break
+        yield first, last

@@ -459,6 +459,15 @@ def test_split_cuts_a_long_sentence_between_words_and_a_long_word_between_pieces
     assert len(pieces) > 5
 
 
+def test_split_encodes_each_part_of_chinese_text_as_it_stands_without_spaces() -> None:
+    src, line = vocabularies().src, "你好。再见。谢谢。"
+    limit = len(src.encode(["你好。再见。"])[0]) + 1
+    parts = split_line(line, src, limit)
+    assert [part.source.text for part in parts] == ["你好。再见。", "谢谢。"]
+    assert [part.source.ids[:-1] for part in parts] == src.encode(["你好。再见。", "谢谢。"])
+    assert [{*part.words} for part in parts] == [{range(6)}, {range(6, 9)}]
+
+
 ODD_TEXT = st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60)
 
 
