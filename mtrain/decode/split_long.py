@@ -13,7 +13,10 @@ from mtrain.decode.translator import EncodedSource
 from mtrain.tokenizer.sentencepiece import Vocabulary
 
 _SENTENCE = re.compile(
-    r"\S.*?(?:(?<=[.!?\u2026\u061f\u06d4\u0964\u0965\u17d4\u104b])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])|\Z)",
+    r"\S.*?(?:(?<=[.!?\u2026\u061f\u06d4\u0964\u0965\u17d4\u104b])[\"'\u201d\u2019)\]\u00bb]*\s+"
+    # Chinese and Japanese, where no space follows
+    r"|(?<=[\u3002\uff01\uff1f])[\u3002\uff01\uff1f\"'\u201d\u2019\u300d\u300f\uff09)\u300b\u3011]*"
+    r"|\Z)",
     re.DOTALL,
 )
 _WORD = re.compile(r"\S+")

@@ -468,6 +468,14 @@ def test_split_encodes_each_part_of_chinese_text_as_it_stands_without_spaces() -
     assert [{*part.words} for part in parts] == [{range(6)}, {range(6, 9)}]
 
 
+@pytest.mark.parametrize("end", ["。”", "！」", "？）", "！？』", "。》】"])
+def test_split_keeps_closing_marks_with_their_chinese_or_japanese_sentence(end: str) -> None:
+    sentence = f"他说：“你好{end}"
+    limit = len(vocabularies().src.encode([sentence])[0]) + 1
+    parts = split_line(f"{sentence}她走了。", vocabularies().src, limit)
+    assert [part.source.text for part in parts] == [sentence, "她走了。"]
+
+
 ODD_TEXT = st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60)
 
 
