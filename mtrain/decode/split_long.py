@@ -21,6 +21,7 @@ _SENTENCE = re.compile(
 )
 _WORD = re.compile(r"\S+")
 _NO_SPACE = re.compile(r"\S")
+_CONTINUED = re.compile("<0x[89AB][0-9A-F]>")  # a byte of a character, but not its first one
 _MAX_PIECE = 16  # characters, SentencePiece's default
 
 
@@ -88,6 +89,8 @@ def _spans(
         first = match.start()
         pieces = vocabulary.pieces(text[first : first + _MAX_PIECE * limit + 1])
         count = min(limit, len(pieces))
+        while 0 < count < len(pieces) and _CONTINUED.fullmatch(pieces[count]):
+            count -= 1
         last = first + max(1, len(vocabulary.text_of(pieces[:count])))
         for end in reversed(ends[bisect_right(ends, first) : bisect_right(ends, last)]):
             if len(vocabulary.encode([text[first:end]])[0]) <= limit:  # a token may span two units

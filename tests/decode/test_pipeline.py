@@ -476,6 +476,15 @@ def test_split_keeps_closing_marks_with_their_chinese_or_japanese_sentence(end: 
     assert [part.source.text for part in parts] == [sentence, "她走了。"]
 
 
+@pytest.mark.parametrize("limit", range(5, 13))
+def test_split_cuts_no_character_whose_bytes_fit(limit: int) -> None:
+    src, text = vocabularies().src, "日本語 x ☃☃☃☃ abc"
+    parts = split_line(text, src, limit)
+    letters = "".join("".join(part.source.text or "" for part in parts).split())
+    assert letters == "".join(text.split())
+    assert max(len(part.source.ids) for part in parts) <= limit
+
+
 ODD_TEXT = st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60)
 
 
