@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 _CJK_END = re.compile(
     r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff][.!?\u2026\"'\u201d\u2019)]*\Z"
 )
+_MAX_END = 100  # characters of a text in which its end is looked for
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of an unknown character, as SentencePiece writes it
 
 
@@ -165,21 +166,27 @@ def join(parts: Sequence[Translation]) -> Translation:
         return parts[0]
     weights = [max(len(part.tokens), 1) for part in parts]
     score = sum(w * part.score for w, part in zip(weights, parts, strict=True)) / sum(weights)
-    links: list[Link] = []
-    text = ""
+    text, firsts = "", list[int]()  # the place of each part in the text
     for part in parts:
-        if text and part.text and not _CJK_END.search(text):
+        if text and part.text and not _CJK_END.search(text, max(len(text) - _MAX_END, 0)):
             text += " "
-        first_tgt = sum(word_starts(text + part.text[:1])) - 1  # a part may continue a word
-        links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment or ()]
+        firsts.append(len(text))
         text += part.text
+    links: tuple[Link, ...] | None = None
+    if all(part.alignment is not None for part in parts):
+        num_words = list(accumulate(word_starts(text)))  # up to each character
+        links = tuple(  # a part may continue a word
+            Link(link.src, num_words[first] - 1 + link.tgt)
+            for first, part in zip(firsts, parts, strict=True)
+            for link in part.alignment or ()
+        )
     return Translation(
         text,
         tuple(token for part in parts for token in part.tokens),
         tuple(log_prob for part in parts for log_prob in part.token_log_probs),
         sum(part.log_prob for part in parts),
         score,
-        None if any(part.alignment is None for part in parts) else tuple(links),
+        links,
         tuple(sorted({flag for part in parts for flag in part.flags})),
     )
 

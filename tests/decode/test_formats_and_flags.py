@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from mtrain.corpus.length_stats import CorpusStats
+from mtrain.decode import formats
 from mtrain.decode.formats import (
     NOTHING,
     Link,
@@ -204,6 +206,26 @@ def test_parts_in_chinese_or_japanese_are_joined_without_a_space(
     assert whole.text == text
     firsts = [Link(row, link) for row, link in enumerate(links) if link is not None]
     assert list(whole.alignment or ()) == firsts
+
+
+def test_joining_parts_counts_the_words_of_each_character_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_counted = 0
+
+    def counting(text: str) -> list[bool]:
+        nonlocal num_counted
+        num_counted += len(text)
+        return word_starts(text)
+
+    monkeypatch.setattr(formats, "word_starts", counting)
+    parts = [translation("a b", [-1.0], alignment=(Link(row, 1),)) for row in range(50)]
+    whole = join(parts)
+    assert whole.alignment == tuple(Link(row, 2 * row + 1) for row in range(50))
+    assert num_counted == len(whole.text)
+    num_counted = 0
+    assert join([replace(part, alignment=None) for part in parts]).alignment is None
+    assert num_counted == 0
 
 
 FOUND = TranslatedLine(
