@@ -339,7 +339,7 @@ class LineTranslator:
             return [None] * len(parts)
         targets = [hypothesis.ids for hypothesis in hypotheses]
         weights = self.translator.attend([part.source for part in parts], targets)
-        pieces_of = self.translator.tokenizer.tgt.pieces_of
+        pieces_of = self.translator.tokenizer.tgt.decoded_pieces_of
         return [
             align_words(weights_TS, part.words, pieces_of(ids))
             for weights_TS, part, ids in zip(weights, parts, targets, strict=True)
@@ -397,7 +397,7 @@ class LineTranslator:
         if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))
             with_words = self.options.with_alignment
-            words = number_words(vocabulary.pieces_of(ids[:-1])) if with_words else []
+            words = number_words(vocabulary.pieces(src)) if with_words else []
             return [LinePart(EncodedSource(ids, text=src), words, [])]
         if self.options.on_long == "error":
             raise DataError(

@@ -551,6 +551,27 @@ def test_alignment_links_of_a_split_line_refer_to_existing_words(translator: Tra
         assert max(link.src for link in best.alignment) < sum(word_starts(line))
 
 
+def test_unknown_pieces_are_words_of_their_own_in_alignments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    translator, line = without_bytes(), "The ☃☃ house x☃y"
+    tgt, unk = translator.tokenizer.tgt, translator.tokenizer.tgt.unk
+    first, second = tgt.encode(["The", "house"])
+    found = [Hypothesis([*first, unk, *second, unk, *second], [], -1.0, -1.0)]
+    search = PendingSearch(lambda: [found], lambda: None)
+    monkeypatch.setattr(Translator, "start_search", lambda *_: search)
+    linking = with_options(translator, with_alignment=True, retry_flagged=False)
+    (best,) = stream(linking, [[line]], warn=lambda _: None)[0].best
+    assert best.text == "The \u2047  house \u2047  house"
+    assert best.alignment is not None
+    assert {link.tgt for link in best.alignment} == {*range(5)}
+    (part,) = LineTranslator(linking)._parts([1], [line], None)[0]
+    words = [words.start for words in part.words]
+    pieces = zip(words, tgt.pieces(line), strict=True)
+    assert [word for word, piece in pieces if "☃" in piece] == [1, 3]
+    assert words[-1] == 3
+
+
 def untrained() -> Translator:
     torch.manual_seed(1)
     model = build_model(model_config(), vocabularies()).double()
