@@ -360,15 +360,18 @@ class LineTranslator:
     ) -> list[list[LinePart]]:
         """Encode each line as the parts that are translated; a blank line has none."""
         tokenizer = self.translator.tokenizer
-        prefix_ids = tokenizer.tgt.encode(prefixes) if prefixes is not None else [[]] * len(lines)
+        starts = prefixes or [""] * len(lines)
+        prefix_ids = tokenizer.tgt.encode(starts)
         parts_of: list[list[LinePart]] = []
-        for number, src, ids, prefix in zip(
-            numbers, lines, tokenizer.encode_src(lines), prefix_ids, strict=True
+        for number, src, ids, start, prefix in zip(
+            numbers, lines, tokenizer.encode_src(lines), starts, prefix_ids, strict=True
         ):
             parts = self._cut(number, src, ids) if src.strip() else []
             flags = self._flag_unknown(number, src) if parts else []
             for index, part in enumerate(parts):
                 part.flags.extend(flags)
+                if index == 0 and tokenizer.tgt.unk in prefix:
+                    self._warn_of_prefix(number, start)
                 if index == 0 and prefix:
                     parts[0] = part._replace(source=replace(part.source, prefix=tuple(prefix)))
                 if self.options.sampling is not None:
@@ -380,14 +383,20 @@ class LineTranslator:
             parts_of.append(parts)
         return parts_of
 
+    def _warn_of_prefix(self, number: int, prefix: str) -> None:
+        """Warn of a prefix with characters that the model cannot write."""
+        text = "a prefix with characters that the tokenizer did not learn"
+        unknown = _listed(self.translator.tokenizer.tgt.unknown(prefix))
+        warning = f"has {text}; the translation has \u2047 in place of them: {unknown}"
+        self.warnings.add(f"with {text}", number, warning)
+
     def _flag_unknown(self, number: int, src: str) -> list[str]:
         """Flag, and warn of, a line with characters that are not in the vocabulary."""
         unknown = self.translator.tokenizer.src.unknown(src)
-        named = [repr(character) for character in unknown if character != "\ufffd"]
+        named = [character for character in unknown if character != "\ufffd"]
         if named:  # U+FFFD stands for invalid bytes, of which the reader has warned
-            shown = ", ".join(named[:_MAX_SHOWN]) + (", ..." if len(named) > _MAX_SHOWN else ".")
             text = "characters that the tokenizer did not learn"
-            warning = f"has {text}, and the model may not read: {shown}"
+            warning = f"has {text}, and the model may not read: {_listed(named)}"
             self.warnings.add(f"with {text}", number, warning)
         return ["unknown"] if unknown else []
 
@@ -430,6 +439,12 @@ class LineTranslator:
                 "translated whole. `mtrain translate --max-input-tokens` cuts such lines."
             )
             self.warnings.add("longer than those of the training", number, text)
+
+
+def _listed(characters: Sequence[str]) -> str:
+    """Format the first characters of a list for the end of a warning."""
+    shown = ", ".join(map(repr, characters[:_MAX_SHOWN]))
+    return shown + (", ..." if len(characters) > _MAX_SHOWN else ".")
 
 
 def translate_lines(

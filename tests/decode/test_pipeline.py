@@ -321,6 +321,18 @@ def test_a_translation_begins_with_its_prefix(translator: Translator) -> None:
     assert not translate_lines(translator, LINES[:1])[0].startswith("tu so")
 
 
+def test_a_prefix_with_characters_that_cannot_be_written_gives_a_warning(
+    translator: Translator,
+) -> None:
+    said: list[str] = []
+    stream(without_bytes(), [["The", "The", ""]], said.append, ["The ☃ é", "The", "☃"], None)
+    assert said == [
+        "line 1: has a prefix with characters that the tokenizer did not learn; the translation "
+        "has \u2047 in place of them: 'é', '☃'."
+    ]
+    stream(translator, [["ba"]], never, ["☃"])  # as bytes
+
+
 def test_fewer_prefixes_than_lines_are_an_error_that_names_the_line(
     translator: Translator,
 ) -> None:
