@@ -69,6 +69,8 @@ def translate(
     search_options |= {"early_stop": early_stop, "shortlist": shortlist}
     sampling_options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     no_samples = search_options | {"beam": None if mbr or rerank_with else beam}
+    if rerank_with or format_ != "text":  # the scores are used
+        no_samples["length_alpha"] = None
     options.refuse("--sample", no_samples if sample else {})
     options.require("--sample", {} if sample else sampling_options | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])

@@ -19,6 +19,7 @@ from mtrain.decode.beam import (
     RequestGroup,
     S,
     Step,
+    length_penalty,
     repeats,
 )
 from mtrain.decode.options import Sampling
@@ -27,7 +28,11 @@ from mtrain.ops.topk import TopTokens
 
 @torch.inference_mode()
 def sample_steps(
-    step: Step[S], group: RequestGroup[S], settings: Sampling, uniform_NT: Tensor
+    step: Step[S],
+    group: RequestGroup[S],
+    settings: Sampling,
+    uniform_NT: Tensor,
+    length_alpha: float,
 ) -> Generator[None, None, list[list[Hypothesis]]]:
     """Draw targets token by token; return those of each sentence, in the order they were drawn.
 
@@ -39,6 +44,7 @@ def sample_steps(
         settings: temperature, top_k and top_p.
         uniform_NT: random numbers in [0, 1), a row for each target, the same number for each
             sentence; a column for each token of the longest allowed target and eos.
+        length_alpha: exponent of the length penalty, by which scores are divided.
 
     Raises:
         NotFiniteError: if the logits are not finite.
@@ -61,7 +67,8 @@ def sample_steps(
         rows = rows.grow(all_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
         ended_N = np.flatnonzero(rows.ids_N == constraints.eos)
         ended = rows.take(ended_N)
-        finished.add(ended, ended.sentence_N, ended.log_prob_N)
+        penalty_N = length_penalty(ended.length_N.astype(np.float64), length_alpha)
+        finished.add(ended, ended.sentence_N, ended.log_prob_N / penalty_N)
         open_N = np.flatnonzero(rows.ids_N != constraints.eos)
         rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
         state.reorder(open_N)

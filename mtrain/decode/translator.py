@@ -306,12 +306,13 @@ class Translator:
     def _sample(
         self, sources: list[EncodedSource]
     ) -> Generator[None, None, list[list[Hypothesis]]]:
-        sampling = self.options.sampling
+        sampling, length_alpha = self.options.sampling, self.options.length_alpha
         assert sampling is not None
         group = self._start(sources)
         length = int(group.constraints.max_lengths_B.max()) + 1
         uniform_NT = _draw_uniform(sources, self.options.num_best, length)
-        return (yield from sample_steps(self.ensemble.step, group, sampling, uniform_NT))
+        draws = sample_steps(self.ensemble.step, group, sampling, uniform_NT, length_alpha)
+        return (yield from draws)
 
     @torch.inference_mode()
     def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:

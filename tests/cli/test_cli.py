@@ -357,6 +357,10 @@ def test_a_line_over_the_training_length_is_split_unless_an_option_changes_this(
         (["--top-k", "3"], "`--top-k` needs `--sample`."),
         (["--seed", "3"], "`--seed` needs `--sample`."),
         (["--sample", "--beam", "3"], "`--beam` has no effect with `--sample`; leave it out."),
+        (
+            ["--sample", "--length-alpha", "1"],
+            "`--length-alpha` has no effect with `--sample`; leave it out.",
+        ),
         (["--n-best", "3"], "`--n-best` must be at most the beam (2), but is 3 instead."),
         (
             ["--max-input-tokens", "3", "--on-long", "error"],
@@ -999,6 +1003,7 @@ def test_translate_and_eval_rerank_with_a_run_of_the_reverse_direction(
     both = cli("translate", reverser.path, *with_back, "--mbr", "bleu", stdin=b"ba ce\n")
     assert (both.code, both.lines) == (0, ["ce ba"]), both.err
     sampled = [*with_back, "--rerank-weight", "2", "--sample", "--beam", "3", "--n-best", "4"]
+    sampled += ["--length-alpha", "0.5"]
     outcome = cli("translate", reverser.path, *sampled, stdin=b"ba ce\n")
     assert (outcome.code, len(outcome.lines)) == (0, 4), outcome.err
     evaluated = cli("eval", reverser.path, *with_back, "--resamples", "0")

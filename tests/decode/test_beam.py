@@ -45,10 +45,14 @@ Item = TypeVar("Item")
 
 
 def sample(
-    step: Any, group: RequestGroup[Any], settings: Sampling, uniform_NT: torch.Tensor
+    step: Any,
+    group: RequestGroup[Any],
+    settings: Sampling,
+    uniform_NT: torch.Tensor,
+    length_alpha: float = 0.0,
 ) -> list[list[Hypothesis]]:
     """Sample targets until all have ended."""
-    steps = sample_steps(step, group, settings, uniform_NT)
+    steps = sample_steps(step, group, settings, uniform_NT, length_alpha)
     while True:
         try:
             next(steps)
@@ -918,6 +922,15 @@ def test_a_score_is_the_log_prob_divided_by_the_length_penalty(alpha, width, dty
         assert scores == sorted(scores, reverse=True)
         for hypothesis in found:
             assert_adds_up(model, sentence, hypothesis, alpha, SUM_OF[dtype])
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_the_score_of_a_sample_is_its_log_prob_divided_by_the_length_penalty(alpha):
+    model, tasks = TableModel(NUM_PIECES, dtype=torch.float64), tasks_of([5] * 8)
+    drawn = sample(model.step, group_of(tasks), Sampling(), uniform(24, 6), alpha)
+    for sentence, found in enumerate(drawn):
+        for hypothesis in found:
+            assert_adds_up(model, sentence, hypothesis, alpha, SUM_OF[torch.float64])
 
 
 def test_length_penalty_equals_the_written_out_formula():
