@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +22,8 @@ from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.batch import Batch, Lengths, Position, collate
 from mtrain.data.loader import TrainingData
-from mtrain.decode.pipeline import search
-from mtrain.decode.translator import EncodedSource, Translator, load
+from mtrain.decode.pipeline import LineTranslator
+from mtrain.decode.translator import Translator, load
 from mtrain.errors import ConfigError, RunError, UserError
 from mtrain.io.lines import read_lines
 from mtrain.model.transformer import near_keep, sinusoids
@@ -253,8 +253,9 @@ def attention(translator: Translator, run: RunDir, sentence: str | None) -> Atte
             raise RunError(f"{run.data_dir}: its validation set holds no sentence.")
         sentence, origin = lines[row], f"line {row + 1:,} of the validation set"
     src, tgt = tokenizer.encode_src([sentence]), tokenizer.tgt
-    sources = [EncodedSource(src_ids) for src_ids in src]
-    ids = [best[0].ids for best in search(translator, sources)[0]]
+    whole = translator.with_options(replace(translator.options, max_input_tokens=None))
+    (line,) = LineTranslator(whole).translate([[sentence]])
+    ids = [tgt.ids_of(line.best[0].tokens[:-1])]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)
     maps = translator.model.attention_maps(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return AttentionPicture(

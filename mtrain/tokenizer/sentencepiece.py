@@ -189,6 +189,11 @@ class Vocabulary:
         pieces: list[str] = self._processor.id_to_piece(list(ids))
         return pieces
 
+    def ids_of(self, pieces: Sequence[str]) -> list[int]:
+        """Return the ids of pieces as returned by `pieces_of`."""
+        ids: list[int] = self._processor.piece_to_id(list(pieces))
+        return ids
+
     def decoded_pieces_of(self, ids: Sequence[int]) -> list[str]:
         """Return the pieces of ids, the unknown one as the text that `decode` writes for it."""
         pieces = zip(ids, self.pieces_of(ids), strict=True)

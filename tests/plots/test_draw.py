@@ -7,7 +7,8 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from mtrain.config import config_file
 from mtrain.data.batch import collate
 from mtrain.data.loader import TrainingData
 from mtrain.decode import translator
+from mtrain.decode.formats import Translation
 from mtrain.decode.pipeline import translate_lines
 from mtrain.errors import RunError
 from mtrain.plots import collect, heatmaps
@@ -201,6 +203,22 @@ def test_the_target_of_the_drawn_attention_is_the_translation_by_the_run(
     assert attention.tgt_out[-1] == attention.src[-1] == "</s>"
     assert "".join(attention.src[:-1]).replace("\u2581", " ").strip() == SENTENCE
     assert (attention.source, attention.origin) == (SENTENCE, "the given sentence")
+
+
+def test_the_drawn_translation_is_the_one_that_mbr_chooses(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_first(candidates: Sequence[Translation], *_: object) -> list[Translation]:
+        return list(candidates)[::-1]
+
+    monkeypatch.setattr("mtrain.decode.pipeline.by_agreement", last_first)
+    loaded = translator.load(run, loading=load_model.LoadOptions("cpu"))
+    chosen = loaded.with_options(replace(loaded.options, beam=4, mbr="chrf"))
+    (translation,) = translate_lines(chosen, [SENTENCE])
+    assert translation not in translate_lines(loaded, [SENTENCE])
+    picture = collect.attention(chosen, run, SENTENCE)
+    assert picture.translation == translation
+    assert "".join(picture.tgt_out[:-1]).replace("\u2581", " ").strip() == translation
 
 
 def test_each_head_of_each_layer_has_an_attention_map_whose_rows_sum_to_one(
