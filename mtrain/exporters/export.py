@@ -106,6 +106,12 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
     with run.exporting() if os.access(run.path, os.W_OK) else nullcontext():
         stored = _read_report(directory)
         if stored is None or stored.weights != sha256_if_readable(run.model_path):
+            if not (run.data_dir / "valid.src").exists():
+                raise RunError(
+                    f"{run.path}: must have its validation text in data/ for `--engine "
+                    "ctranslate2`, whose export is checked on it, but has none; leave `--engine` "
+                    "out, or restore data/ from a copy of the run."
+                )
             _export(run, directory, ExportRequest("ctranslate2", has_scores=False), say)
         else:
             _verify(directory, stored)

@@ -918,6 +918,20 @@ def test_an_export_in_a_read_only_folder_is_used(
     assert not list(run.path.glob(".*"))
 
 
+def test_the_ctranslate2_engine_says_that_it_needs_the_validation_text(
+    cli: Cli, run: RunDir
+) -> None:
+    run.data_dir.unlink()  # a symbolic link
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {run.path}: must have its validation text in data/ for `--engine ctranslate2`, "
+        "whose export is checked on it, but has none; leave `--engine` out, or restore data/ from "
+        "a copy of the run.\n"
+    )
+    assert cli("translate", run.path, stdin=b"ba\n").code == 0
+
+
 def test_the_ctranslate2_engine_does_not_replace_a_folder_that_is_not_an_export(
     cli: Cli, run: RunDir
 ) -> None:
