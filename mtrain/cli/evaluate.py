@@ -63,15 +63,14 @@ def evaluate(
     refs, compared_paths = refs or [], compare or []
     console.check_outputs(output, read=[*compared_paths, *refs, *([src] if src else [])])
     _check_inputs(runs, ensemble, src, refs, tests)
-    search_options: dict[str, Any] = {"beam": beam, "early_stop": early_stop, "mbr": mbr}
+    search_options: dict[str, Any] = {"beam": beam, "early_stop": early_stop}
     search_options |= {"no_repeat_ngram": no_repeat_ngram}
     if score:
         unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
         unused |= {"lowercase": lowercase or None, "json": json or None, "rerank_with": rerank_with}
-        _check_score(search_options | unused, runs[:1] if ensemble else runs, refs)
+        _check_score(search_options | unused | {"mbr": mbr}, runs[:1] if ensemble else runs, refs)
     from mtrain.decode import translator as translating
-    from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import evaluation
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.run.load_model import LoadOptions
@@ -85,7 +84,7 @@ def evaluate(
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
 
         def load(system: Sequence[RunDir]) -> Translator:
-            decoding = DecodingOptions.from_config(system[0].config)
+            decoding = options.with_mbr(system[0].config, mbr, beam)
             return translating.load(system, replace(decoding, **options.given(changes)), loading)
 
         _check_shortlist(shortlist, beam, [*runs, *compared_paths])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ import typer
 
 from mtrain import api
 from mtrain.config import sections
-from mtrain.decode.options import RERANK_WEIGHT
+from mtrain.decode.options import RERANK_WEIGHT, DecodingOptions
 from mtrain.errors import ConfigError
 
 ConfigArgument = Annotated[
@@ -49,7 +50,7 @@ ShortlistOption = Annotated[
     typer.Option(help="Rank only tokens that the training text makes likely: faster, not exact."),
 ]
 MbrOption = Annotated[
-    Literal["chrf", "bleu"] | None,
+    Literal["chrf", "bleu", "none"] | None,
     typer.Option(
         help="Take the one of --beam hypotheses, or samples, that agrees most with the others."
     ),
@@ -247,6 +248,33 @@ def weight_of_reverse(
     if beam == 1:
         raise ConfigError("`--rerank-with` has no effect with a beam of 1; leave it out.")
     return RERANK_WEIGHT if rerank_weight is None else rerank_weight
+
+
+def with_mbr(
+    config: sections.Config,
+    mbr: Literal["chrf", "bleu", "none"] | None,
+    beam: int | None,
+    is_reranked_sample: bool = False,
+) -> DecodingOptions:
+    """Return the options of a config, with the measure of `--mbr` if it is given.
+
+    Raises:
+        ConfigError: if the measure of the config needs a wider beam, or if reranked samples have
+            one.
+    """
+    of_config = config.decoding.mbr if mbr is None else None
+    if of_config is not None and beam == 1:
+        raise ConfigError(
+            f"`--beam` must be at least 2 with `decoding.mbr: {of_config}` in the run's config, "
+            "but is 1 instead; `--mbr none` turns it off."
+        )
+    measure = of_config if mbr is None or mbr == "none" else mbr
+    if measure is not None and is_reranked_sample:
+        origin = "" if of_config is None else " in the run's config"
+        raise ConfigError(
+            f"`--mbr` must be none with `--sample --rerank-with`, but is {measure}{origin} instead."
+        )
+    return replace(DecodingOptions.from_config(config), mbr=measure)
 
 
 def check_shortlist(shortlist: str | None, beam: int) -> None:

@@ -68,24 +68,22 @@ def translate(
     search_options: dict[str, Any] = {"beam": beam, "length_alpha": length_alpha}
     search_options |= {"early_stop": early_stop, "shortlist": shortlist}
     sampling_options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    no_samples = search_options | {"beam": None if mbr or rerank_with else beam}
-    if rerank_with or format_ != "text":  # the scores are used
-        no_samples["length_alpha"] = None
-    options.refuse("--sample", no_samples if sample else {})
     options.require("--sample", {} if sample else sampling_options | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     file = paths[-1] if len(paths) > 1 and not paths[-1].is_dir() else None
     runs = [RunDir(path) for path in (paths if file is None else paths[:-1])]
     config, is_text = runs[0].config, format_ == "text"
-    from mtrain.decode.options import DecodingOptions, Sampling
+    decoding = options.with_mbr(config, mbr, beam, sample and rerank_with is not None)
+    _check_samples(search_options if sample else {}, decoding.mbr, rerank_with, is_text)
+    from mtrain.decode.options import Sampling
     from mtrain.run.load_model import LoadOptions
 
     other_options = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
     other_options["max_input_tokens"], width = max_input_tokens, beam or config.decoding.beam
     _check_num_best(n_best, width, sample)
     decoding = replace(
-        DecodingOptions.from_config(config),
-        **options.given(search_options | other_options | {"mbr": mbr}),
+        decoding,
+        **options.given(search_options | other_options),
         num_best=n_best,
         sampling=Sampling(**options.given(sampling_options)) if sample else None,
         rerank_weight=options.weight_of_reverse(rerank_with, rerank_weight, width),
@@ -112,6 +110,16 @@ def translate(
             texts = stack.enter_context(closing(_formatted(shown, format_, n_best, alignments)))
             is_answer = is_typed and is_text and output is None
             console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
+
+
+def _check_samples(
+    search_options: dict[str, Any], mbr: str | None, rerank_with: Path | None, is_text: bool
+) -> None:
+    """Refuse options of a search that neither the choice among samples nor the output uses."""
+    used = {"beam"} if mbr or rerank_with else set()
+    used |= {"length_alpha"} if rerank_with or not is_text else set()  # of scores
+    unused = {key: value for key, value in search_options.items() if key not in used}
+    options.refuse("--sample", unused)
 
 
 def _check_num_best(num_best: int, beam: int, is_sampled: bool) -> None:
@@ -150,7 +158,8 @@ def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
     refuse_ranks("mtrain translate --engine ctranslate2")
     for key in context.params:
         is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
-        if is_given and key not in _OF_CTRANSLATE2:
+        is_off = context.params[key] == "none"  # `--mbr none`
+        if is_given and not is_off and key not in _OF_CTRANSLATE2:
             options.refuse("--engine ctranslate2", {key: True})
     if len(runs) > 1:
         raise ConfigError(f"`--engine ctranslate2` must have one run, but has {len(runs)} instead.")

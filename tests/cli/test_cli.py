@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from conftest import Cli, Shell, at_a_terminal
 from fork_server import MtrainProcess
 from hypothesis import example, given, settings
@@ -1058,6 +1059,45 @@ def test_impossible_reranking_options_are_refused(
     outcome = cli(verb, reverser.path, *map(filled, options), stdin=b"ba\n")
     assert (outcome.code, outcome.lines) == (2, [])
     assert outcome.err == f"mtrain: {filled(message)}\n"
+
+
+@pytest.fixture
+def with_mbr(reverser: RunDir, tmp_path: Path) -> Path:
+    run = RunDir(shutil.copytree(reverser.path, tmp_path / "mbr"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["decoding"] = {**tree.get("decoding", {}), "beam": 3, "mbr": "chrf"}
+    run.config_path.write_text(yaml.safe_dump(tree), "utf-8")
+    return run.path
+
+
+def test_mbr_of_a_config_is_turned_off_by_none_and_takes_a_number_of_samples(
+    cli: Cli, with_mbr: Path, back_run: Path
+) -> None:
+    reranked = ["--sample", "--rerank-with", str(back_run)]
+    for options in (
+        ["--beam", "1"],
+        reranked,
+        ["--sample", "--n-best", "2"],
+        ["--shortlist", "fast"],
+    ):
+        outcome = cli("translate", with_mbr, "--mbr", "none", *options, stdin=b"ba ce\n")
+        assert (outcome.code, len(outcome.lines)) == (0, 1 + ("2" in options)), outcome.err
+    assert cli("translate", with_mbr, "--sample", "--beam", "8", stdin=b"ba ce\n").code == 0
+    evaluated = cli("eval", with_mbr, "--mbr", "none", "--beam", "1", "--resamples", "0")
+    assert evaluated.code == 0, evaluated.err
+    assert "  translated with `--mbr none`" in evaluated.lines
+    wider = (
+        "`--beam` must be at least 2 with `decoding.mbr: chrf` in the run's config, but is 1 "
+        "instead; `--mbr none` turns it off."
+    )
+    both = "`--mbr` must be none with `--sample --rerank-with`, but is "
+    for verb, options, message in (
+        ("translate", ["--beam", "1"], wider),
+        ("eval", ["--beam", "1"], wider),
+        ("translate", reranked, f"{both}chrf in the run's config instead."),
+        ("translate", [*reranked, "--mbr", "bleu"], f"{both}bleu instead."),
+    ):
+        assert error_line(cli(verb, with_mbr, *options, stdin=b"ba\n")) == message
 
 
 def test_mbr_with_a_beam_of_one_is_refused(cli: Cli, trained: RunDir) -> None:
