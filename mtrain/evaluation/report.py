@@ -15,7 +15,7 @@ from mtrain.io.text_width import visible, wrapped
 
 _WIDTH = 80
 _INDENT = 4
-_LABEL = 11  # columns before the text of a line
+_LABEL = 11  # least number of columns of a label, with the space after it
 _MAX_ROWS = 4  # of a long line's text
 
 
@@ -182,6 +182,7 @@ def _examples(title: str, examples: Sequence[Example]) -> Iterator[str]:
 
 def _labelled(label: str, text: str) -> Iterator[str]:
     """Yield a line's text beside its label, in a few rows if it is long."""
-    rows = wrapped(visible(text).strip(), _WIDTH - _INDENT - _LABEL, _MAX_ROWS)
+    width = max(_LABEL, len(label) + 1)
+    rows = wrapped(visible(text).strip(), _WIDTH - _INDENT - width, _MAX_ROWS)
     for index, row in enumerate(rows or ["(blank)"]):
-        yield f"{'':{_INDENT}}{label * (index == 0):<{_LABEL}}{row}"
+        yield f"{'':{_INDENT}}{label * (index == 0):<{width}}{row}"

@@ -8,9 +8,17 @@ from tasks import Said, tiny_tree, write_config
 
 from mtrain.config import config_file
 from mtrain.data.prepare import prepare
-from mtrain.evaluation import breakdown, metrics
-from mtrain.evaluation.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
+from mtrain.evaluation import breakdown, evaluation, metrics
+from mtrain.evaluation.breakdown import (
+    NUM_EXAMPLES,
+    Contrast,
+    Example,
+    break_down,
+    contrast,
+    line_scores,
+)
 from mtrain.evaluation.metrics import ScoringOptions
+from mtrain.evaluation.report import as_text
 from mtrain.run.run_dir import RunDir
 
 SOURCES = ["one", "two words", "three words here", "four words are here", "five words are in here"]
@@ -98,6 +106,17 @@ def test_contrasts_are_the_lines_with_the_largest_gains_and_the_largest_losses()
     assert of(contrasted.better) == gains[::-1][:NUM_EXAMPLES]
     assert of(contrasted.worse) == gains[:NUM_EXAMPLES]
     assert (contrasted.baseline, contrasted.system) == ("system", "other")
+
+
+@pytest.mark.parametrize(("number", "label"), [(7, "line 7     "), (100_000, "line 100000 ")])
+def test_a_line_of_any_number_is_separated_from_its_text(number: int, label: str) -> None:
+    result = evaluation.TestResult("test", "system", TEST, OUTPUT, [])
+    examples = [Example(number, "the dog", "der Hund", [])]
+    report = evaluation.TestReport(
+        [result], [], contrasts=[Contrast("system", "other", examples, [])]
+    )
+    plan = evaluation.EvaluationPlan([RunDir(Path("system"))], [], None, OPTIONS)
+    assert f"    {label}the dog" in list(as_text([report], plan))
 
 
 def test_scores_of_lines_ignore_case_only_with_lowercase() -> None:
