@@ -142,10 +142,11 @@ def _corpus_field(part: FilePair) -> Entry:
     return {} if part.corpus is None else {"corpus": part.corpus}
 
 
-def _place(reader: Reader, pair: int) -> Entry:
-    """Return the source file and the line of a pair."""
+def _place(reader: Reader, pair: int, side: SideName = SideName.SRC) -> Entry:
+    """Return the file of a side, the source but for TGT, and the line of a pair."""
     part = reader.part_of(pair)
-    return {"file": part.src.path, "line": part.line_of(pair)} | _corpus_field(part)
+    file = part.tgt if side == SideName.TGT else part.src
+    return {"file": file.path, "line": part.line_of(pair)} | _corpus_field(part)
 
 
 def _judge(
@@ -242,7 +243,7 @@ class _Leak(NamedTuple):
     def details(self, pair: int) -> Entry:
         """Return further fields of a pair's entry."""
         return {
-            "first": _place(self.other.reader, int(self.first[pair])),
+            "first": _place(self.other.reader, int(self.first[pair]), self.side),
             "times": int(self.times[pair]),
             "exact_times": int(self.exact_times[pair]),
         }

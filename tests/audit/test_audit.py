@@ -378,6 +378,18 @@ def test_a_test_source_leaks_if_training_has_it_with_another_target(
     assert (entry["times"], entry["exact_times"], entry["first"]["line"]) == (1, 1, 601)
 
 
+def test_a_leaked_side_is_first_found_in_the_training_file_of_that_side(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = clean(600)
+    text.train += [Pair(text.test[3].src, "Ja."), Pair("Yes.", text.test[3].tgt)]
+    config = write_planted(tmp_path, text)
+    leaks, train = by_name(shown(cli, config)), config_file.load(config).data.train
+    for kind, files, line in (("source", train.src, 601), ("target", train.tgt, 602)):
+        (entry,) = leaks[f"tests.held_out.{kind}-in-train"]["examples"]
+        assert entry["first"] == {"file": files[0], "line": line}
+
+
 def test_copies_of_test_pairs_that_training_keeps_are_counted(cli: Cli, tmp_path: Path) -> None:
     text = clean(600)
     shouted = Pair(text.test[2].src.upper(), text.test[2].tgt.upper())
