@@ -219,7 +219,9 @@ def _apply_override(tree: Tree, override: str) -> None:
     value = _parse(text, f"--set {dotted}")
     *sections, key = dotted.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # as in `consistency: null`
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {dotted}: `{section}` is not a section of the config.")
     tree[key] = value

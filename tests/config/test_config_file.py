@@ -542,6 +542,15 @@ def test_overrides_apply_in_order_and_may_create_a_section(minimal: Path) -> Non
     assert (config.training.lr, config.model.d_ff) == (0.25, 8)
 
 
+def test_an_override_may_set_a_key_of_a_section_that_is_null(minimal: Path) -> None:
+    minimal.write_text(f"{MINIMAL}training:\nmodel: {{}}\n", "utf-8")
+    assert config_file.load(minimal, ["training.lr=0.5"]).training.lr == 0.5
+    minimal.write_text(f"{MINIMAL}training: {{consistency: null}}\n", "utf-8")
+    consistency = config_file.load(minimal, ["training.consistency.weight=2"]).training.consistency
+    assert consistency is not None
+    assert consistency.weight == 2.0
+
+
 def test_an_equals_sign_in_a_value_belongs_to_the_value(minimal: Path) -> None:
     assert config_file.load(minimal, ["run_dir=a=b"]).run_dir == "a=b"
 
