@@ -481,8 +481,9 @@ def _consistency_lines(consistency: ConsistencyConfig | None) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Format a value as YAML."""
-    return json.dumps(value, ensure_ascii=False)
+    """Format a value as YAML, which refuses some characters that JSON takes, such as DEL."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
 
 def _corpus(corpus: Corpus) -> str:

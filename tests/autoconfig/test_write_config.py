@@ -766,7 +766,7 @@ def test_an_invalid_budget_is_an_error(text):
 
 
 def test_unusual_file_and_language_names_survive_writing_and_loading_the_config():
-    src, tgt = Path("odd: name, [1].en"), Path("# no.de")
+    src, tgt = Path("odd: name, [1].en"), Path("# no\x7f\x85\U0001f600\ufffe.de")
     src.write_text(Path("a.en").read_text())
     tgt.write_text(Path("a.de").read_text())
     init(train=(src, tgt), languages=("no", "de"), run="runs/null", output="a.yaml")
