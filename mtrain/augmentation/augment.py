@@ -35,7 +35,7 @@ from mtrain.decode import translator as translating
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
 from mtrain.decode.translator import Translator
-from mtrain.errors import DataError, RunError, UserError
+from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
 from mtrain.io.lines import ignore, open_gzip_writer, read_lines
 from mtrain.io.text_width import count
@@ -72,6 +72,10 @@ class AugmentRequest:
     output: Path
     options: AugmentOptions
     loading: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        if not self.output.name:
+            raise ConfigError(f"`--output` must name a new folder, but is {self.output} instead.")
 
     @property
     def needs_scores(self) -> bool:

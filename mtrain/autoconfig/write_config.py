@@ -127,6 +127,8 @@ def parse_request(
             )
     name = "-".join(languages)
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
+    if not config_path.name:
+        raise ConfigError(f"`--output` must name a new file, but is {config_path} instead.")
     for path in (run_dir, config_path, *chain.from_iterable(files.values())):
         if _SURROGATE.search(str(path)):
             raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")

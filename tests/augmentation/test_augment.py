@@ -479,6 +479,15 @@ def test_a_wrong_option_or_input_is_refused_before_anything_is_translated(
     assert not [path.name for path in tmp_path.iterdir() if "out" in path.name]
 
 
+@pytest.mark.parametrize("name", [".", "/"])
+def test_a_path_without_a_folder_name_is_refused_as_the_output(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, name: str
+) -> None:
+    done = cli("augment", config_path, "--back", mono, "--using", back_run, "-o", name)
+    said = f"mtrain: `--output` must name a new folder, but is {name} instead.\n"
+    assert (done.code, done.err) == (2, said)
+
+
 def test_an_output_folder_that_augment_did_not_write_is_refused_and_kept(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:

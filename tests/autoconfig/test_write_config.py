@@ -660,6 +660,13 @@ def test_config_and_held_out_files_are_written_all_or_none(number, monkeypatch):
     assert {path.name for path in Path().iterdir()} == {"a.en", "a.de", "config.schema.json"}
 
 
+@pytest.mark.parametrize("name", [".", "/"])
+def test_a_path_without_a_file_name_is_refused_as_the_output(name):
+    with pytest.raises(ConfigError) as error:
+        parse(output=name)
+    assert str(error.value) == f"`--output` must name a new file, but is {name} instead."
+
+
 @pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])
 def test_an_existing_file_is_not_overwritten(name):
     Path(name).write_text("mine\n")
