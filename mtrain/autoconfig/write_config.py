@@ -250,10 +250,10 @@ def init(
         measured = _tried(request, *chosen, sample, console, presets.CONSISTENCY)
         training = presets.plan_training(measured, *scale)
     set_status("writing")
-    schema_line = config_file.put_beside(request.config_path).rstrip("\n")
+    schema_line = config_file.put_beside(request.config_path).splitlines()
     choice = _Choice(num_train, tokenizer, measured, training)
     with whole_file(request.config_path) as beside:
-        write_lines(beside, [schema_line, *_config_lines(request, choice)])
+        write_lines(beside, [*schema_line, *_config_lines(request, choice)])
         report = _write_held_out(request, held_out)
     config_file.load(request.config_path)
     return InitReport(request.config_path, [*report, *_summary(request, choice, overhead)])

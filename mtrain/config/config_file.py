@@ -203,7 +203,8 @@ def read_yaml(path: Path) -> Tree:
 
 def _check_version(path: Path, text: str) -> None:
     """Raise NewerVersionError if the head of a config names a newer MINOR version of mtrain."""
-    start = len(f"{HEAD}{_WRITTEN_BY}") if text.startswith(f"{HEAD}{_WRITTEN_BY}") else len(text)
+    head = HEAD * text.startswith(HEAD) + _WRITTEN_BY
+    start = len(head) if text.startswith(head) else len(text)
     written, ours = _VERSION.match(text, start), _VERSION.match(__version__)
     if ours and written and (int(written[1]), int(written[2])) > (int(ours[1]), int(ours[2])):
         raise NewerVersionError(
@@ -393,6 +394,7 @@ _WRITTEN_BY = "# written by mtrain "
 _VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.[0-9a-z.+]{1,40}")
 SCHEMA_FILE = "config.schema.json"
 HEAD = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # the first line of a config
+_TITLE = "A config of mtrain"  # of the schema
 
 
 @functools.cache
@@ -400,7 +402,7 @@ def schema() -> str:
     """Return the JSON schema of `Config` without pydantic's titles, which repeat the keys."""
     tree = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A config of mtrain",
+        "title": _TITLE,
         **_untitled(Config.model_json_schema()),
     }
     return json.dumps(tree, indent=1) + "\n"
@@ -419,10 +421,19 @@ def _untitled(node: Any) -> Any:
 def put_beside(config_path: Path) -> str:
     """Write the schema into a config's folder, and return the config's first line.
 
+    A file of that name that is no schema of mtrain is kept, and the line is "".
+
     Raises:
         WriteError: if the schema cannot be written.
     """
     path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
+    if path.is_file():
+        try:
+            title = json.loads(path.read_bytes())["title"]
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            title = None
+        if title != _TITLE:
+            return ""
     if not path.is_file() or path.read_bytes() != text:
         with whole_file(path) as beside:
             beside.write_bytes(text)

@@ -80,8 +80,8 @@ def demo(directory: Path, console: Console) -> None:
             write_corpus(partial_dir)
     if not config_path.is_file():
         with whole_file(config_path) as partial_path:
-            partial_path.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
-            put_beside(config_path)
+            text = config_text(str(corpus), str(directory)).removeprefix(HEAD)
+            partial_path.write_text(put_beside(config_path) + text, encoding="utf-8")
     config, run = config_file.load(config_path), RunDir(directory)
     prepare(config, run, console)
     if run.model_path.exists():

@@ -608,6 +608,13 @@ def test_the_written_config_has_lines_of_at_most_100_characters_and_over_10_comm
     assert sum("#" in line for line in lines) > 10
 
 
+def test_a_schema_of_the_user_beside_the_config_is_kept_and_not_named():
+    Path("config.schema.json").write_text('{"title": "Mine"}')
+    init()
+    assert Path("config.schema.json").read_text() == '{"title": "Mine"}'
+    assert read("en-de.yaml")[0] == "# en-de, 360 pairs, by `mtrain init`."
+
+
 def test_progress_reports_the_stages_of_init_in_order():
     told = []
     write_config.init(parse(), Said(), lambda _: told.append("reading"), told.append)

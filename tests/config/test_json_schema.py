@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from tasks import REPOSITORY, Tree, tiny_tree, write_task
 
+from mtrain import __version__
 from mtrain.config import config_file
 from mtrain.config.config_file import load, save
 from mtrain.config.sections import CLEAN, Config
-from mtrain.errors import WriteError
+from mtrain.errors import ConfigError, WriteError
 
 HEAD = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
 SCHEMA = REPOSITORY / "configs" / config_file.SCHEMA_FILE
@@ -52,10 +53,26 @@ def test_saving_a_config_writes_the_schema_beside_it_and_names_it(tmp_path: Path
     copy = named_by(saved)
     assert copy == saved.with_name(config_file.SCHEMA_FILE)
     assert copy.read_bytes() == SCHEMA.read_bytes()
-    copy.write_bytes(b"of an older mtrain")
+    copy.write_text('{"title": "A config of mtrain", "properties": {}}')  # of an older version
     save(config, saved)
     assert copy.read_bytes() == SCHEMA.read_bytes()
     assert sorted(path.name for path in saved.parent.iterdir()) == [copy.name, saved.name]
+
+
+@pytest.mark.parametrize("own", ['{"title": "Mine"}', "[1]", "mine"])
+def test_a_file_with_the_name_of_the_schema_that_is_no_schema_of_mtrain_is_kept(
+    tmp_path: Path, own: str
+) -> None:
+    other, saved = tmp_path / "config.schema.json", tmp_path / "saved.yaml"
+    other.write_text(own)
+    config = load(write_task(tmp_path))
+    save(config, saved)
+    assert other.read_text() == own
+    assert "$schema" not in saved.read_text("utf-8")
+    assert load(saved) == config
+    saved.write_text(saved.read_text("utf-8").replace(f"mtrain {__version__}", "mtrain 99.0.0"))
+    with pytest.raises(ConfigError, match=r"was written by mtrain 99\.0\.0"):
+        load(saved)
 
 
 def test_a_schema_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
