@@ -301,18 +301,18 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
 
 
 def _begin(work_dir: Path, settings: Tree, output: Path) -> int:
-    """Write the settings, or compare them with the saved ones; return the number of done parts."""
+    """Return the number of done parts; compare the settings with theirs, or write the settings."""
     path = work_dir / "settings.json"
     sweep(path)
     sweep(work_dir / "part-*")
-    if path.is_file():
+    number = 0
+    while _part_path(work_dir, number, _COUNTS).is_file():
+        number += 1
+    if number and path.is_file():
         _check_same(json.loads(path.read_text("utf-8")), settings, work_dir)
     else:
         with whole_file(path) as beside:
             beside.write_text(json.dumps(settings), encoding="utf-8")
-    number = 0
-    while _part_path(work_dir, number, _COUNTS).is_file():
-        number += 1
     return number
 
 

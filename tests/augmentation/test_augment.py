@@ -240,6 +240,18 @@ def test_an_interrupted_augmentation_resumes_and_samples_the_same_pairs(
     assert content(request.output) == whole
 
 
+def test_a_start_that_finished_no_part_does_not_refuse_other_settings(
+    config_path: Path, mono: Path, back_run: Path
+) -> None:
+    request = request_of(config_path, back_run)
+    work_dir = request.output.with_name(".bt.augmenting")
+    work_dir.mkdir()
+    (work_dir / "settings.json").write_text('{"texts": {"other": "0"}}')
+    record = augmenting.augment(request, config_file.load(config_path), Said(), print)
+    assert list(record["settings"]["texts"]) == [str(mono)]
+    assert not work_dir.exists()
+
+
 def test_at_most_three_parts_of_the_text_are_in_memory_at_a_time(
     config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
