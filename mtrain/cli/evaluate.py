@@ -64,7 +64,7 @@ def evaluate(
     console.check_outputs(output, read=[*compared_paths, *refs, *([src] if src else [])])
     _check_inputs(runs, ensemble, src, refs, tests)
     search_options: dict[str, Any] = {"beam": beam, "early_stop": early_stop}
-    search_options |= {"no_repeat_ngram": no_repeat_ngram}
+    search_options |= {"no_repeat_ngram": no_repeat_ngram, "shortlist": shortlist}
     if score:
         unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
@@ -77,7 +77,7 @@ def evaluate(
 
     weight = options.weight_of_reverse(rerank_with, rerank_weight, beam)
     changes = search_options | {"length_alpha": length_alpha, "rerank_weight": weight}
-    changes |= {"shortlist": shortlist, "batch_tokens": batch_tokens, "with_scores": False}
+    changes |= {"batch_tokens": batch_tokens, "with_scores": False}
     folders, names = [RunDir(run) for run in runs], _names(tests)
     reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:

@@ -387,9 +387,10 @@ def test_options_that_would_do_nothing_or_cannot_be_met_are_refused(
         ["--comet", "model.ckpt"],
         ["--resamples", "100"],
         ["--compare", "other"],
+        ["--shortlist", "fast"],
     ],
 )
-def test_metric_options_are_refused_with_eval_score(
+def test_options_without_an_effect_are_refused_with_eval_score(
     cli: Cli, trained: RunDir, option: list[str]
 ) -> None:
     said = error_line(cli("eval", trained.path, "--score", *option))
