@@ -7,6 +7,7 @@ position is two numbers, and seeking to it does not read the batches before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mtrain.data import replay
 from mtrain.data.arrow_shards import ShardSet, ShardTable
 from mtrain.data.batch import (
     Batch,
@@ -82,14 +84,24 @@ class TrainingData:
         """Use the corpora of a phase of the training: those whose `until` is not yet reached.
 
         Phase n ends when the share `ends[n]` of the budget is spent; the last one has no end.
+        Replayed corpora keep their share of an epoch.
         """
-        corpora, self._used = [], list[int]()
-        for corpus, entry in enumerate(self._manifest.corpora):
+        entries = self._manifest.corpora
+        self._used = []
+        for corpus, entry in enumerate(entries):
             if entry.until is None or entry.until in self.ends[phase:]:
-                numbers = self._manifest.of_corpus(corpus)
-                num_pairs = [self._manifest.shards[number].num_pairs for number in numbers]
-                corpora.append(MixtureCorpus(numbers, num_pairs, entry.weight))
                 self._used.append(corpus)
+        is_replayed = [entry.name.startswith(replay.PREFIX) for entry in entries]
+        total, remaining = (
+            math.fsum(entries[corpus].weight for corpus in used if not is_replayed[corpus])
+            for used in (range(len(entries)), self._used)
+        )
+        corpora = []
+        for corpus in self._used:
+            numbers = self._manifest.of_corpus(corpus)
+            num_pairs = [self._manifest.shards[number].num_pairs for number in numbers]
+            weight = entries[corpus].weight * (remaining / total if is_replayed[corpus] else 1.0)
+            corpora.append(MixtureCorpus(numbers, num_pairs, weight))
         window_pairs = SAMPLED_WINDOW_PAIRS if self._alpha else WINDOW_PAIRS
         self._mixture = Mixture(corpora, self._seed, window_pairs)
         self._window: _ShuffleWindow | None = None

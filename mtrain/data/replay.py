@@ -48,7 +48,8 @@ def check(config: Config) -> None:
 def add(config: Config, tokenizer: Tokenizer, directory: Path) -> int:
     """Add the other run's pairs to a data folder, as corpora of its mixture; return their number.
 
-    Together they have the share `training.replay` of an epoch. The corpora keep their proportions.
+    Together they have the share `training.replay` of each epoch. The corpora keep their
+    proportions. Their `until`, a share of the other run's budget, does not apply.
 
     Raises:
         RunError: if pairs are missing or damaged, or of another tokenizer.
@@ -72,7 +73,8 @@ def add(config: Config, tokenizer: Tokenizer, directory: Path) -> int:
     ]
     corpora = _with_share(ours.corpora, 1 - share)
     for entry in _with_share(theirs.manifest.corpora, share):
-        corpora.append(replace(entry, name=f"{PREFIX}{entry.name.removeprefix(PREFIX)}"))
+        name = f"{PREFIX}{entry.name.removeprefix(PREFIX)}"
+        corpora.append(replace(entry, name=name, until=None))
     arrow_shards.write_manifest(directory, Manifest(corpora, [*ours.shards, *moved]))
     return sum(shard.num_pairs for shard in moved)
 

@@ -11,7 +11,7 @@ from conftest import Cli
 from fork_server import needs_fork_server
 from ranks import NUM_TRIALS, Ranks, ranks, with_few_trials
 from run_folders import step_lines
-from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
+from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config, write_corpus
 
 import mtrain
 from mtrain.data.batch import MicroBatchSplit, Position
@@ -252,6 +252,32 @@ def test_replayed_pairs_have_their_share_of_each_epoch(base: RunDir, tmp_path: P
     assert num_pairs == len(data)
     assert num_replayed == data.shares[1].num_in_epoch
     assert not damaged_files(run)
+
+
+def test_replayed_pairs_keep_their_share_when_corpora_of_either_run_end(
+    base: RunDir, tmp_path: Path
+) -> None:
+    """The `until` of a corpus of the base run was a share of the base run's budget."""
+
+    def mixed(tree: Tree, directory: Path) -> Tree:
+        directory.mkdir()
+        corpora = [write_corpus(directory, name, reverse_task(90, 5)) for name in ("a", "b")]
+        tree["data"]["train"] = [
+            corpora[0] | {"weight": 1.0},
+            corpora[1] | {"weight": 4.0, "until": 0.5},
+        ]
+        return tree
+
+    other = prepared(mtrain.load_config(mixed(tuned(base, tmp_path / "other"), tmp_path / "texts")))
+    tree = mixed(replaying(other, tmp_path / "new", 0.2), tmp_path / "more")
+    run = prepared(mtrain.load_config(tree))
+    data = TrainingData(run.data_dir, sentencepiece.load(run.tokenizer_dir), seed=1)
+    assert data.ends == [0.5]
+    for phase, own_shares in ((0, [0.16, 0.64]), (1, [0.8])):
+        data.enter(phase)
+        counts = [share.num_in_epoch for share in data.shares]
+        shares = [*own_shares, 0.04, 0.16]
+        assert counts == pytest.approx([share * len(data) for share in shares], abs=1)
 
 
 def test_two_ranks_get_the_batches_of_one_process_with_replay(base: RunDir, tmp_path: Path) -> None:
