@@ -569,7 +569,7 @@ def distill(
 
     for run in teachers:
         run.check_direction([(settings.data.src_lang, settings.data.tgt_lang)], "for `--teacher`")
-    new_dir = student_dir(settings, student) if run_dir is None else os.fspath(run_dir)
+    new_dir = student_dir(settings, student) if run_dir is None else str(Path(run_dir))
     request = augmenting.AugmentRequest(
         "forward",
         _paths("mono", mono, "a file"),
@@ -588,7 +588,7 @@ def distill(
 
 def student_dir(config: Config, student: Student) -> str:
     """Return the default run folder of a student."""
-    return f"{config.run_dir}-{student}"
+    return f"{Path(config.run_dir)}-{student}"
 
 
 def load(

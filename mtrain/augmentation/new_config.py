@@ -67,7 +67,7 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
     keys = {"tag": options.tag, "until": options.until}
     entry |= {key: value for key, value in keys.items() if value is not None}
     tree["data"]["train"] = [*entries, entry]
-    new_dir = f"{config.run_dir}-{output.name}"
+    new_dir = f"{Path(config.run_dir)}-{output.name}"
     try:
         new = config_file.from_tree(tree, f"{output}", run_dir=new_dir)
     except ConfigError as error:  # of an option that is written into the new corpus

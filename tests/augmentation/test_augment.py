@@ -24,6 +24,7 @@ from tasks import Said, Tree, kill_at_call, reverse_task, tiny_tree, train, writ
 import mtrain
 from mtrain.augmentation import augment as augmenting
 from mtrain.augmentation.augment import AugmentRequest
+from mtrain.augmentation.new_config import with_corpus
 from mtrain.config import config_file
 from mtrain.run.run_dir import RunDir
 
@@ -537,6 +538,13 @@ def test_the_written_config_trains_on_the_corpus_and_the_synthetic_pairs(
     trained = cli("train", tmp_path / "new.yaml")
     assert trained.code == 0, trained.err
     assert re.search(r"step 6: the training goes on with data\.train\[0\] alone", trained.err)
+
+
+def test_the_written_configs_run_folder_is_beside_one_whose_name_ends_in_a_slash(
+    tree: Tree,
+) -> None:
+    config = mtrain.load_config(tree | {"run_dir": "runs/base/"})
+    assert with_corpus(config, Path("fw/"), mtrain.AugmentOptions()).run_dir == "runs/base-fw"
 
 
 def test_a_tag_that_the_tokenizer_of_init_from_lacks_is_refused(

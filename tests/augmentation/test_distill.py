@@ -9,6 +9,9 @@ import yaml
 from conftest import Cli
 from tasks import Tree, reverse_task, tiny_tree, write, write_config
 
+import mtrain
+from mtrain.augmentation import augment as augmenting
+from mtrain.augmentation.augment import AugmentRequest
 from mtrain.augmentation.distill import Student, student_model
 from mtrain.autoconfig.presets import PRESETS
 from mtrain.config.sections import ModelConfig
@@ -108,3 +111,21 @@ def test_the_run_folder_of_another_training_is_refused_before_anything_is_transl
         "or delete this run folder.\n",
     )
     assert not list(noisy.path.parent.glob("*pairs*"))
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_the_students_folders_are_beside_a_run_folder_whose_name_ends_in_a_slash(
+    tree: Tree, reverser: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_default: bool
+) -> None:
+    outputs = list[str]()
+
+    def stop(request: AugmentRequest, *_: object) -> None:
+        outputs.append(str(request.output))
+        raise mtrain.DataError("nothing is translated")
+
+    monkeypatch.setattr(augmenting, "augment", stop)
+    config = mtrain.load_config(tree | {"run_dir": f"{tmp_path}/base/"})
+    run_dir = None if is_default else f"{tmp_path}/base-6-1/"
+    with pytest.raises(mtrain.DataError, match="nothing is translated"):
+        mtrain.distill(config, reverser.path, student="6-1", run_dir=run_dir)
+    assert outputs == [f"{tmp_path}/base-6-1-pairs"]
