@@ -106,7 +106,8 @@ def test_the_docstring_examples_run(
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
     monkeypatch.chdir(tmp_path)
     tree = yaml.safe_load(write_task(tmp_path).read_text("utf-8"))
-    Path("en-de.yaml").write_text(yaml.safe_dump(tree | {"run_dir": "runs/new"}), encoding="utf-8")
+    tree |= {"run_dir": "runs/new", "model": trained.config.model.model_dump()}
+    Path("en-de.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     text = "".join(f"{pair.src}\n" for pair in copy_task(3000, 1))
     Path("train.en").write_text(text, encoding="utf-8")
     Path("train.de").write_text(text.upper(), encoding="utf-8")

@@ -23,6 +23,7 @@ from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value, tok
 from mtrain.evaluation.significance import P_LIMIT
 from mtrain.io.table import format_table
 from mtrain.model.transformer import num_parameters
+from mtrain.run import finetune
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
@@ -47,13 +48,26 @@ def student_config(
 ) -> Config:
     """Return the config of a student, trained on the real pairs and the teacher's.
 
+    Dropout rates that are set in `config` apply; all else in `model` comes from the teacher.
+
     Raises:
-        ConfigError: if there is no test set to compare the two on.
+        ConfigError: if there is no test set to compare the two on, or a key of `model` contradicts
+            the teacher.
     """
     if not config.data.tests:
         raise ConfigError("`data.tests` must name a test set to compare on, but is empty.")
     tree = with_corpus(config, corpus, AugmentOptions()).model_dump(exclude_unset=True)
-    tree["model"] = student_model(student, teacher.config.model).model_dump()
+    model = student_model(student, teacher.config.model)
+    tree["model"] = model.model_dump()
+    for key in (key for key in ModelConfig.model_fields if key in config.model.model_fields_set):
+        value, expected = getattr(config.model, key), getattr(teacher.config.model, key)
+        if key in finetune.FREE:
+            tree["model"][key] = value
+        elif value not in (expected, getattr(model, key)):
+            raise ConfigError(
+                f"`model.{key}` must be {expected!r}, as in {teacher.path}, but is {value!r} "
+                "instead; `--student` sets the size of the student."
+            )
     for key in ("init_from", "replay"):  # the student is trained from scratch
         tree.get("training", {}).pop(key, None)
     return config_file.from_tree(tree, "the student", run_dir=run_dir)

@@ -12,7 +12,7 @@ from tasks import Tree, reverse_task, tiny_tree, write, write_config
 import mtrain
 from mtrain.augmentation import augment as augmenting
 from mtrain.augmentation.augment import AugmentRequest
-from mtrain.augmentation.distill import Student, student_model
+from mtrain.augmentation.distill import Student, student_config, student_model
 from mtrain.autoconfig.presets import PRESETS
 from mtrain.config.sections import ModelConfig
 from mtrain.run.run_dir import RunDir
@@ -23,7 +23,10 @@ FEW = ["--set", "training.max_steps=4"]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    return tiny_tree(tmp_path, reverse_task, num_train=80)
+    """Return a config without a model: a student is as wide as its teacher."""
+    tree = tiny_tree(tmp_path, reverse_task, num_train=80)
+    del tree["model"]
+    return tree
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,26 @@ def test_a_student_differs_from_its_teacher_only_in_its_numbers_of_layers(
 def test_the_tiny_student_has_the_sizes_of_the_tiny_preset() -> None:
     teacher = ModelConfig(d_model=512, num_heads=8, d_ff=2048, dropout=0.1)
     assert student_model("tiny", teacher) == PRESETS[0].model.model_copy(update={"dropout": 0.1})
+
+
+def test_a_student_has_the_dropout_rates_of_its_config_and_other_keys_must_fit_the_teacher(
+    tree: Tree, reverser: RunDir
+) -> None:
+    tree["model"] = {"dropout": 0.45, "word_dropout": 0.2}
+    request = reverser, "6-1", Path("pairs"), "student"
+    model = student_config(mtrain.load_config(tree), *request).model
+    teacher = reverser.config.model
+    free = {"dropout": 0.45, "word_dropout": 0.2}
+    assert model == student_model("6-1", teacher).model_copy(update=free)
+    del tree["model"]["dropout"]
+    assert student_config(mtrain.load_config(tree), *request).model.dropout == teacher.dropout
+    tree["model"]["num_decoder_layers"] = 4
+    with pytest.raises(mtrain.ConfigError) as error:
+        student_config(mtrain.load_config(tree), *request)
+    assert str(error.value) == (
+        f"`model.num_decoder_layers` must be {teacher.num_decoder_layers}, as in {reverser.path}, "
+        "but is 4 instead; `--student` sets the size of the student."
+    )
 
 
 def test_distill_trains_on_the_teachers_translations_and_compares_student_and_teacher(
