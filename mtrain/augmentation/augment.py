@@ -24,6 +24,7 @@ from mtrain.audit.features import Flags
 from mtrain.augmentation.options import AugmentOptions, Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import find_repeats, mono_rows, real_text
+from mtrain.config import config_file
 from mtrain.config.corpora import Corpus
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
@@ -63,6 +64,9 @@ class AugmentRequest:
         output: the corpus folder.
         options: how pairs are translated and filtered.
         loading: how models are loaded.
+
+    Raises:
+        ConfigError: if a path is not UTF-8: the record of the corpus folder names it.
     """
 
     mode: Mode
@@ -76,6 +80,8 @@ class AugmentRequest:
     def __post_init__(self) -> None:
         if not self.output.name:
             raise ConfigError(f"`--output` must name a new folder, but is {self.output} instead.")
+        runs = [run.path for run in (*self.runs, *([self.judge] if self.judge else []))]
+        config_file.check_utf8([*self.texts, *runs, self.output])
 
     @property
     def needs_scores(self) -> bool:

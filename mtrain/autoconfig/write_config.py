@@ -50,7 +50,6 @@ _USUAL_LOAD = 0.5  # of a processor; beyond, a warning
 _CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
 _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
 _LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
-_SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte of a path that is not UTF-8
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _OPTIONS = {"train": "--src", "valid": "--valid", "test": "--test"}  # that name files
 _KEYS = {"train": "data.train", "valid": "data.valid", "test": "data.tests"}  # after `--set`
@@ -129,9 +128,7 @@ def parse_request(
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
     if not config_path.name:
         raise ConfigError(f"`--output` must name a new file, but is {config_path} instead.")
-    for path in (run_dir, config_path, *chain.from_iterable(files.values())):
-        if _SURROGATE.search(str(path)):
-            raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
+    config_file.check_utf8([run_dir, config_path, *chain.from_iterable(files.values())])
     if "train" not in files and "data.train" not in sections:
         raise ConfigError(
             "`--src` and `--tgt` must name the corpus, or `--set data.train=...`, but neither does."

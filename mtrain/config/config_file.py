@@ -55,6 +55,17 @@ def from_tree(
         raise ConfigError(f"{name}: {_sentence(findings[0])}") from None
 
 
+def check_utf8(paths: Iterable[str | Path]) -> None:
+    """Check that a config can name paths.
+
+    Raises:
+        ConfigError: if one is not UTF-8.
+    """
+    for path in map(str, paths):
+        if re.search("[\ud800-\udfff]", path):  # each stands for a byte that is not UTF-8
+            raise ConfigError(f"{path!r}: must be UTF-8, as a config is, but is not.")
+
+
 def save(config: Config, path: Path, with_defaults: bool = True) -> None:
     """Write `config` as YAML, and its JSON schema into the same folder.
 

@@ -501,6 +501,16 @@ def test_a_path_without_a_folder_name_is_refused_as_the_output(
     assert (done.code, done.err) == (2, said)
 
 
+@pytest.mark.parametrize("name", ["text", "run", "judge", "output"])
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_read(name: str) -> None:
+    paths = {key: Path(key) for key in ("text", "run", "judge", "output")} | {name: Path("a\udcff")}
+    options = mtrain.AugmentOptions(keep_best=0.5, agree_with=paths["judge"])
+    runs = [RunDir(paths["run"])]
+    with pytest.raises(mtrain.ConfigError) as error:
+        AugmentRequest("back", [paths["text"]], False, runs, paths["output"], options)
+    assert str(error.value) == "'a\\udcff': must be UTF-8, as a config is, but is not."
+
+
 def test_an_output_folder_that_augment_did_not_write_is_refused_and_kept(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
