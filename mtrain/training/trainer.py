@@ -481,6 +481,12 @@ class Trainer:
         if self.valid.num_too_long:
             valid += f", {self.valid.num_too_long:,} of them too long to be in its loss"
         logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, valid, step)
+        ended = self.data.ends[: self.state.progress.phase]
+        if ended and self._budget_spent() < ended[-1]:
+            self.log.say(
+                f"until    corpora that ended at {ended[-1]:g} of the budget or before stay out, "
+                f"although {self._budget_spent():.2g} of it is spent now"
+            )
         logger.log_device(self.compute_dtype, self.gradients.workers.count)
         logger.log_ranks(self.settings, self.split)
         if note := tokenizer_note(self.config.data.tgt_lang):

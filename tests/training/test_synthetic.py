@@ -168,6 +168,20 @@ def test_a_corpus_is_used_until_its_share_of_the_budget_is_spent(
     assert not any(seen[6:])
 
 
+def test_a_corpus_that_ended_before_the_budget_was_raised_is_said_to_stay_out(
+    tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "config.yaml", tree)
+    train(path)
+    train(path, "training.max_steps=14")
+    assert "until    " not in capsys.readouterr().err
+    train(path, "training.max_steps=35")
+    assert (
+        "until    corpora that ended at 0.5 of the budget or before stay out, although 0.4 of it "
+        "is spent now"
+    ) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("step", [5, 6, 7])
 def test_training_stopped_near_the_end_of_a_corpus_resumes_identically(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
