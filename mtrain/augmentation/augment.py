@@ -262,25 +262,29 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
 
 def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tree:
     """Return the settings and checksums that determine the output."""
-    texts = [path for corpus in real for path in paths_of(corpus)]
-    texts = [*(texts if request.with_training_text else []), *map(str, request.texts)]
+    training_text = _checksums(path for corpus in real for path in paths_of(corpus))
     held_out = [config.data.valid, *config.data.tests.values()]
     runs = [*request.runs, *([request.judge] if request.judge else [])]
     return {
         "mtrain": __version__,
         "mode": request.mode,
         "languages": [config.data.src_lang, config.data.tgt_lang],
-        "texts": {path: _checksum(Path(path)) for path in texts},
-        "held_out": {
-            path: _checksum(Path(path)) for corpus in held_out for path in paths_of(corpus)
-        },
+        "texts": (training_text if request.with_training_text else {}) | _checksums(request.texts),
+        "training_text": training_text,  # the rules that drop pairs depend on it
+        "max_tokens": config.data.max_tokens,
+        "held_out": _checksums(path for corpus in held_out for path in paths_of(corpus)),
         "models": [{"run": str(run.path), "weights": _checksum(run.model_path)} for run in runs],
         "agreement": request.judge is not None,
         "decoding": [asdict(_options(request, group[0])) for group in request.groups],
+        "precision": request.loading.products,
         "scores": request.options.score,
         "keep_best": request.options.keep_best,
         "part_lines": PART_LINES,
     }
+
+
+def _checksums(paths: Iterable[str | Path]) -> dict[str, str]:
+    return {str(path): _checksum(Path(path)) for path in paths}
 
 
 def _checksum(path: Path) -> str:
@@ -296,9 +300,12 @@ def _options(request: AugmentRequest, run: RunDir) -> DecodingOptions:
 
 
 def _check_same(old: Tree, new: Tree, output: Path) -> None:
-    """Refuse to continue or to reuse a folder that was made with other settings."""
+    """Refuse to continue or to reuse a folder that was made with other settings.
+
+    Settings that an older version did not record are not compared.
+    """
     new = json.loads(json.dumps(new))
-    differing = [f"`{key}`" for key in new if old.get(key) != new[key]]
+    differing = [f"`{key}`" for key in new if old.get(key, new[key]) != new[key]]
     if differing:
         raise RunError(
             f"{output}: was made with other settings ({', '.join(differing)}); choose another -o, "

@@ -25,6 +25,7 @@ import mtrain
 from mtrain.augmentation import augment as augmenting
 from mtrain.augmentation.augment import AugmentRequest
 from mtrain.augmentation.new_config import with_corpus
+from mtrain.augmentation.text import real_text
 from mtrain.config import config_file
 from mtrain.run.run_dir import RunDir
 
@@ -161,6 +162,37 @@ def test_repeating_the_command_changes_nothing_and_other_settings_are_refused(
         f"mtrain: {tmp_path / 'bt'}: was made with other settings (`decoding`); choose another -o, "
         "or delete it.\n"
     )
+
+
+@pytest.mark.parametrize("changed", ["precision", "max_tokens", "training_text", None])
+def test_pairs_of_another_precision_or_training_text_are_not_those_made_already(
+    cli: Cli, config_path: Path, tree: Tree, mono: Path, back_run: Path, changed: str | None
+) -> None:
+    """A record without these settings, of an older version, stays valid."""
+    output = mono.parent / "bt"
+    request = request_of(config_path, back_run)
+    config = mtrain.load_config(config_path)
+    settings = augmenting._settings(request, config, real_text(config.data.train))
+    if changed is None:
+        for key in ("precision", "max_tokens", "training_text"):
+            del settings[key]
+    output.mkdir()
+    record = {"settings": settings, "num_lines": 1, "num_pairs": 1, "dropped": {}, "shards": {}}
+    (output / "record.json").write_text(json.dumps(record), encoding="utf-8")
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "-o", output]
+    if changed == "precision":
+        command += ["--precision", "bfloat16"]
+    elif changed == "max_tokens":
+        command += ["--set", "data.max_tokens=31"]
+    elif changed == "training_text":
+        with Path(tree["data"]["train"]["src"][0]).open("a", encoding="utf-8") as stream:
+            stream.write("ba\n")
+    done = cli(*command)
+    if changed is None:
+        assert (done.code, done.err) == (0, f"{output}: made already, 1 pair\n")
+    else:
+        assert done.code == 2
+        assert f"was made with other settings (`{changed}`); choose another -o" in done.err
 
 
 def request_of(config_path: Path, back_run: Path, **changes: Any) -> AugmentRequest:
