@@ -77,15 +77,16 @@ def evaluate(
 
     weight = options.weight_of_reverse(rerank_with, rerank_weight, beam)
     changes = search_options | {"length_alpha": length_alpha, "rerank_weight": weight}
-    changes |= {"batch_tokens": batch_tokens, "with_scores": False}
+    changes = options.given(changes | {"batch_tokens": batch_tokens, "with_scores": False})
     folders, names = [RunDir(run) for run in runs], _names(tests)
     reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
 
         def load(system: Sequence[RunDir]) -> Translator:
-            decoding = options.with_mbr(system[0].config, mbr, beam)
-            return translating.load(system, replace(decoding, **options.given(changes)), loading)
+            decoding = replace(options.with_mbr(system[0].config, mbr, beam), **changes)
+            step = checkpoint if system[0].path in (*runs, *compared_paths) else None
+            return translating.load(system, decoding, replace(loading, step=step))
 
         _check_shortlist(shortlist, beam, [*runs, *compared_paths])
         text = _read_text(src, refs, folders[0], process_group)

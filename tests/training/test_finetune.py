@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import Cli
 from fork_server import needs_fork_server
 from ranks import NUM_TRIALS, Ranks, ranks, with_few_trials
@@ -419,6 +420,24 @@ def test_the_test_sets_of_both_runs_are_scored_before_and_after_fine_tuning(
     assert "test sets before" not in cli("train", path).err
     assert "test sets before" not in cli("eval", base.path).out.decode()
     assert "test sets before" not in cli("eval", run.path, "--tests", "same").out.decode()
+
+
+def test_the_scores_before_fine_tuning_are_of_final_weights_also_with_a_checkpoint(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    shutil.rmtree(other.checkpoints_dir)
+    run = RunDir(shutil.copytree(base.path, tmp_path / "run"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["training"]["init_from"] = str(other.path)
+    write_config(run.config_path, tree)
+    step = min(checkpoint.steps(run.checkpoints_dir))
+    outcome = cli("eval", run.path, "--checkpoint", str(step), "--beam", "1", "--json")
+    assert outcome.code == 0, outcome.err
+    scores = json.loads(outcome.out)["held_out"]["before_and_after"]["scores"]
+    final = json.loads(cli("eval", other.path, "--beam", "1", "--json").out)["held_out"]["scores"]
+    assert scores[:2] == final
+    assert scores[2]["system"] == str(run.path)
 
 
 @needs_fork_server
