@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,9 +90,9 @@ def evaluate(
             return translating.load(system, decoding, replace(loading, step=step))
 
         _check_shortlist(shortlist, beam, [*runs, *compared_paths])
-        text = _read_text(src, refs, folders[0], process_group)
+        text = None if src is None else evaluation.read_files(src, refs)
         if score:
-            tests_read = text or evaluation.read_tests(folders[0], names)
+            tests_read = text or _read_tests(process_group, folders[0], names)
             lines = evaluation.reference_scores(load(folders), tests_read)
         else:
             scoring_args: dict[str, Any] = {"metrics": _names(metrics), "num_resamples": resamples}
@@ -121,7 +122,8 @@ def _lines(
 
     compared: list[TestReport] = []
     warn = console.warn if process_group.is_first else ignore
-    reports, outputs = evaluation.evaluate_systems(plan, load, warn, process_group.is_first)
+    read = partial(_read_tests, process_group)
+    reports, outputs = evaluation.evaluate_systems(plan, load, warn, process_group.is_first, read)
     yield from [] if is_json else as_text(reports, plan)
     if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
         known = {name: of_test[str(plan.runs[0].path)] for name, of_test in outputs.items()}
@@ -153,20 +155,18 @@ def _check_inputs(
     options.refuse("--src", {"tests": tests} if src else {})
 
 
-def _read_text(
-    src: Path | None, refs: list[Path], run: RunDir, process_group: ProcessGroup
-) -> dict[str, TestSet] | None:
-    """Return the text of --src; without it update the run's test sets, and return None."""
+def _read_tests(
+    process_group: ProcessGroup, run: RunDir, names: Sequence[str] | None
+) -> dict[str, TestSet]:
+    """Update the test sets of a run as its config says, and return them."""
     from mtrain.data import prepare
     from mtrain.evaluation import evaluation
     from mtrain.run.logger import Stderr
 
-    if src is not None:
-        return evaluation.read_files(src, refs)
     if process_group.is_first:
         prepare.update_tests(run.config, run, Stderr())
     process_group.barrier()
-    return None
+    return evaluation.read_tests(run, names)
 
 
 def _check_shortlist(shortlist: str | None, beam: int | None, systems: list[Path]) -> None:

@@ -190,6 +190,7 @@ def evaluate_systems(
     load: Callable[[Sequence[RunDir]], SearchEngine],
     warn: Warn,
     is_scored: bool = True,
+    read: Callable[[RunDir, Sequence[str] | None], dict[str, TestSet]] = read_tests,
 ) -> tuple[list[TestReport], dict[str, dict[str, list[str]]]]:
     """Translate and score test sets by all systems of a plan; all ranks call together.
 
@@ -200,6 +201,7 @@ def evaluate_systems(
         load: loads the translator of the runs of a system.
         warn: called with differences between runs, and with warnings about lines.
         is_scored: False makes no reports, as for ranks that only translate.
+        read: returns the test sets of a run, as `read_tests`.
 
     Returns:
         a report of each test set; and for each, by name, the translations by system.
@@ -212,7 +214,7 @@ def evaluate_systems(
     for path, absolute in zip(paths, resolved, strict=True):
         if resolved.count(absolute) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
-    tests = plan.text or read_tests(plan.runs[0], plan.names)
+    tests = plan.text or read(plan.runs[0], plan.names)
     systems = plan.systems
     systems |= {str(path): [RunDir(path)] if path.is_dir() else [] for path in plan.others}
     first, *following = systems
@@ -220,7 +222,7 @@ def evaluate_systems(
     for system in following:
         if runs := systems[system]:
             runs[0].check_direction(plan.runs[0].directions, f"as {plan.runs[0].path} does")
-            tests_of[system] = plan.text or read_tests(runs[0], list(tests))
+            tests_of[system] = plan.text or read(runs[0], list(tests))
             for name, lines in tests_of[system].items():
                 _check_references(runs[0].path, name, lines.refs[0], plan, tests[name].refs[0])
         else:

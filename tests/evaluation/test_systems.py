@@ -293,6 +293,8 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
     upper = changed("upper", tgt=[*SOURCES[:6], SOURCES[6].upper(), *SOURCES[7:]]).path
     tests = noisy.config.data.model_dump()["tests"]
     renamed = changed("renamed", data__tests={"dev": tests["held_out"]}).path
+    for path in (renamed / "data" / "tests").iterdir():
+        path.rename(path.with_stem("dev"))
     differs = f"must have the references of 'held_out' that {run} has, but line 7 is another"
     for options, said in [
         (
@@ -543,6 +545,20 @@ def test_a_test_set_that_is_new_in_the_config_is_added_to_the_run_and_scored(
     assert outcome.code == 0
     assert f"{run.path}: test set news added, 4 pairs\n" in outcome.err
     assert json.loads(outcome.out)["news"]["num_lines"] == 4
+
+
+@pytest.mark.parametrize("option", [[], ["--compare"]], ids=str)
+def test_a_new_test_set_is_added_to_each_run_that_is_scored(
+    cli: Cli, changed: Changed, tmp_path: Path, option: list[str]
+) -> None:
+    news = write(tmp_path / "news", SOURCES[:4])
+    tests = {"news": {"src": [news], "tgt": [news]}}
+    paths = [changed(name, data__tests=tests, seed=seed).path for seed, name in enumerate("ab")]
+    outcome = cli("eval", paths[0], *option, paths[1], *GREEDY, "--json")
+    assert outcome.code == 0, outcome.err
+    for path in paths:
+        assert f"{path}: test set news added, 4 pairs\n" in outcome.err
+    assert len(json.loads(outcome.out)["news"]["scores"]) == 2
 
 
 def test_a_test_set_whose_files_change_in_the_config_of_the_run_is_read_again(
