@@ -67,41 +67,65 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             or with another tokenizer, has a data folder not written by mtrain, or if another
             process is tokenizing in it.
     """
+    num_kept = None
+    if not _is_done(config, run):
+        try:
+            with run.tokenizing() as work_dir:
+                if not _is_done(config, run):  # by a process that held the lock until now
+                    num_kept = _tokenize(config, run, work_dir, console)
+        except KeyboardInterrupt:
+            console.say(
+                f"{run.path}: stopped; finished parts are kept, and the same command resumes"
+            )
+            raise
+    if num_kept is not None:
+        console.say(f"{run.path}: tokenized {text_width.count(num_kept, 'training pair')}")
+        return
+    if run.config_path.is_file():
+        update_tests(config, run, console)
+    _check_same_files(run, console)
+    run.remove_unfinished()
+    console.say(f"{run.path}: tokenized already")
+
+
+def _is_done(config: Config, run: RunDir) -> bool:
+    """Return whether a run folder is tokenized already, with the settings of a config.
+
+    Raises:
+        RunError: if it was tokenized with others, or has a data folder not written by mtrain.
+    """
     check_same_data(config, run)
     if is_prepared(run):
-        if run.config_path.is_file():
-            update_tests(config, run, console)
-        _check_same_files(run, console)
-        run.remove_unfinished()
-        console.say(f"{run.path}: tokenized already")
-        return
+        return True
     if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):
         raise RunError(
             f"{run.data_dir}: exists, but mtrain did not write it; choose another --run."
         )
-    tokenizer = None  # an existing one is kept: checkpoints may depend on it
-    if run.tokenizer_dir.is_dir():
-        tokenizer = sentencepiece.load(run.tokenizer_dir)
-        is_shared = tokenizer.src is tokenizer.tgt
-        if config.tokenizer.shared != is_shared:
-            raise ConfigError(
-                f"`tokenizer.shared` must be {str(is_shared).lower()}, as in {run.tokenizer_dir}, "
-                f"but is {str(config.tokenizer.shared).lower()} instead."
-            )
-    try:
-        with run.tokenizing() as work_dir:
-            num_kept = _tokenize(config, run, work_dir, tokenizer, console)
-    except KeyboardInterrupt:
-        console.say(f"{run.path}: stopped; finished parts are kept, and the same command resumes")
-        raise
-    console.say(f"{run.path}: tokenized {text_width.count(num_kept, 'training pair')}")
+    return False
 
 
-def _tokenize(
-    config: Config, run: RunDir, work_dir: Path, tokenizer: Tokenizer | None, console: Console
-) -> int:
+def _kept_tokenizer(config: Config, run: RunDir) -> Tokenizer | None:
+    """Return the tokenizer that a run folder has already: checkpoints may depend on it.
+
+    Raises:
+        ConfigError: if it is shared by both sides, but that of the config is not, or vice versa.
+    """
+    if not run.tokenizer_dir.is_dir():
+        return None
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    is_shared = tokenizer.src is tokenizer.tgt
+    if config.tokenizer.shared != is_shared:
+        raise ConfigError(
+            f"`tokenizer.shared` must be {str(is_shared).lower()}, as in {run.tokenizer_dir}, "
+            f"but is {str(config.tokenizer.shared).lower()} instead."
+        )
+    return tokenizer
+
+
+def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> int:
     """Fill the run folder; return the number of kept training pairs."""
     data, init_from = config.data, config.training.init_from
+    tokenizer = _kept_tokenizer(config, run)
     replay.check(config)
     fingerprint = tokenizer.fingerprint() if tokenizer else None
     if tokenizer is not None:

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,30 @@ def test_changed_data_or_tokenizer_settings_for_the_same_run_are_refused(
         f"{run.path}: was tokenized with another `{section}` section; choose another --run, "
         "or delete this run folder."
     )
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same", "another"])
+def test_a_tokenizing_that_ends_before_the_lock_is_taken_counts(
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    tokenizing, before = RunDir.tokenizing, dict[Path, bytes]()
+
+    def late(run: RunDir) -> AbstractContextManager[Path]:
+        monkeypatch.setattr(RunDir, "tokenizing", tokenizing)
+        make(tmp_path, tree if is_same else tree | {"tokenizer": {"vocab_size": 284}})
+        before.update((path, path.read_bytes()) for path in run.path.rglob("*") if path.is_file())
+        return tokenizing(run)
+
+    monkeypatch.setattr(RunDir, "tokenizing", late)
+    if is_same:
+        run, said = make(tmp_path, tree)
+        assert said == [f"{run.path}: tokenized already"]
+    else:
+        with pytest.raises(RunError, match="was tokenized with another `tokenizer` section"):
+            make(tmp_path, tree)
+    assert before
+    files = {path for path in Path(tree["run_dir"]).rglob("*") if path.is_file()}
+    assert {path: path.read_bytes() for path in files} == before
 
 
 def test_a_leftover_tokenizing_folder_is_removed_unless_a_process_is_still_tokenizing(
