@@ -347,6 +347,8 @@ def _read_text(request: AugmentRequest, real: list[Corpus], directory: Path, war
 
     text = _Text(lambda: read(ignore), *find_repeats(read(warn), directory))
     if not text.num_rows:
+        if request.with_training_text:
+            raise DataError("`data.train` must have at least one pair of real text, but has none.")
         raise DataError(f"{request.texts[0]}: must have at least one line, but is empty.")
     return text
 

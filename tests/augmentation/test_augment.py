@@ -354,6 +354,28 @@ def test_again_makes_new_pairs_from_the_training_text_with_models_of_both_direct
     assert reasons["repeated"] > 100  # two of the models reverse as the training text does
 
 
+@pytest.mark.parametrize("is_synthetic", [False, True])
+def test_again_without_a_real_pair_is_refused(
+    cli: Cli, tree: Tree, back_run: Path, tmp_path: Path, is_synthetic: bool
+) -> None:
+    if is_synthetic:
+        (tmp_path / "bt").mkdir()
+        (tmp_path / "bt" / "record.json").write_text(
+            '{"settings": {}, "num_pairs": 1, "shards": {"pairs-00000.jsonl.gz": {}}}', "utf-8"
+        )
+        tree["data"]["train"] = [{"synthetic": str(tmp_path / "bt")}]
+        tree["training"]["init_from"] = str(back_run)  # else a tokenizer needs real pairs
+        del tree["tokenizer"], tree["model"]
+    else:
+        for paths in tree["data"]["train"].values():
+            write(Path(paths[0]), [])
+    config_path = write_config(tmp_path / "aa-bb.yaml", tree)
+    done = cli("augment", config_path, "--again", "--using", back_run, "-o", tmp_path / "div")
+    said = "mtrain: `data.train` must have at least one pair of real text, but has none.\n"
+    assert (done.code, done.err) == (2, said)
+    assert not [path.name for path in tmp_path.iterdir() if "div" in path.name]
+
+
 def test_several_models_translate_as_an_ensemble(
     cli: Cli, config_path: Path, reverser: RunDir, tmp_path: Path
 ) -> None:
