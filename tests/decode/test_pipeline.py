@@ -326,7 +326,7 @@ def test_a_prefix_with_characters_that_cannot_be_written_gives_a_warning(
 ) -> None:
     said: list[str] = []
     stream(without_bytes(), [["The", "The", ""]], said.append, ["The ☃ é", "The", "☃"], None)
-    assert said == [
+    assert [line for line in said if "prefix" in line] == [
         "line 1: has a prefix with characters that the tokenizer did not learn; the translation "
         "has \u2047 in place of them: 'é', '☃'."
     ]

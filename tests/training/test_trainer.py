@@ -1287,8 +1287,10 @@ def test_long_lines_of_examples_are_truncated(cli: Cli, source: Path, tmp_path: 
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
     few = ["--set", "training.max_steps=2", "--set", "training.num_examples=3"]
+    few += ["--set", "data.max_tokens=256", "--set", "training.batch_tokens=256"]
     outcome = cli("train", config, "--run", tmp_path / "run", *few)
     sources = [line for line in outcome.err.splitlines() if line.startswith("  source ")]
+    assert outcome.code == 0, outcome.err
     assert sources == ["  source       " + ("ba " * 70)[:142] + "..."] * 3
 
 
