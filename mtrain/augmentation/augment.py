@@ -66,7 +66,8 @@ class AugmentRequest:
         loading: how models are loaded.
 
     Raises:
-        ConfigError: if a path is not UTF-8: the record of the corpus folder names it.
+        ConfigError: if `output` has no name, or a path is not UTF-8, as the record of the corpus
+            folder is.
     """
 
     mode: Mode
