@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from mtrain.model.transformer import Transformer
+from mtrain.runtime.device import compute_dtype
 
 # ax + bx^3 + cx^5, an iteration of Muon each: the nearest to 1 on the interval of the singular
 # values, which is [0.01, 1] at first, and [0.003, 1] for larger matrices, whose values are smaller
@@ -110,9 +111,8 @@ class BatchedMuon(UncompiledOptimizer):
             grads = list(torch.where(found_inf.bool(), *stacks))
         torch._foreach_lerp_(buffers, grads, 1 - _MOMENTUM)
         torch._foreach_lerp_(grads, buffers, _MOMENTUM)
-        momenta_NAB = torch.empty(
-            (len(grads), *grads[0].shape), dtype=torch.bfloat16, device=grads[0].device
-        )
+        dtype = compute_dtype("auto", grads[0].device)  # bfloat16 where it is the faster one
+        momenta_NAB = grads[0].new_empty((len(grads), *grads[0].shape), dtype=dtype)
         torch._foreach_copy_(list(momenta_NAB), grads)
         # match_rms_adamw (Liu et al. 2025, arXiv 2502.16982)
         step_size = lr * 0.2 * math.sqrt(max(matrices[0].shape)) * factor
@@ -130,9 +130,9 @@ class BatchedMuon(UncompiledOptimizer):
 
 
 def orthogonalised(matrix_NAB: Tensor) -> Tensor:
-    """Return N matrices [A, B] with all singular values moved to about 1, in bfloat16."""
-    x_NAB = matrix_NAB.bfloat16()
-    x_NAB = x_NAB / (_MARGIN * x_NAB.norm(dim=(-2, -1), keepdim=True)).clamp(min=_EPS)
+    """Return N matrices [A, B] with all singular values moved to about 1."""
+    norm_N11: Tensor = matrix_NAB.norm(dim=(-2, -1), keepdim=True)
+    x_NAB = matrix_NAB / (_MARGIN * norm_N11).clamp(min=_EPS)
     is_tall = x_NAB.shape[-2] > x_NAB.shape[-1]
     is_larger = min(x_NAB.shape[-2:]) > _LARGER
     for a, b, c in _POLYNOMIALS_OF_LARGER if is_larger else _POLYNOMIALS:
