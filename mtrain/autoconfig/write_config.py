@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -23,6 +22,7 @@ from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, TrainingPlan
 from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
+from mtrain.config.config_file import dump_inline
 from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus
 from mtrain.config.sections import (
     ConsistencyConfig,
@@ -415,7 +415,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         corpora = ["  train:", *(f"    - {_corpus(corpus)}" for corpus in data.train)]
     else:
         corpora = [f"  train: {_corpus(data.train)}"]
-    tests = [f"    {_text(name)}: {_corpus(test)}" for name, test in data.tests.items()]
+    tests = [f"    {dump_inline(name)}: {_corpus(test)}" for name, test in data.tests.items()]
     clean = [
         "  # Sets were held out: they are copies of training pairs. The training drops those, and",
         "  # all pairs that share a sentence with a set.",
@@ -425,10 +425,10 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         f"# {data.src_lang}-{data.tgt_lang}, {pairs}, by `mtrain init`.",
         "# Every key that is not here has a default; `mtrain train` writes them all to the run",
         "# folder's config.yaml. All of it can be changed.",
-        f"run_dir: {_text(request.run_dir)}",
+        f"run_dir: {dump_inline(request.run_dir)}",
         "data:",
-        f"  src_lang: {_text(data.src_lang)}",
-        f"  tgt_lang: {_text(data.tgt_lang)}",
+        f"  src_lang: {dump_inline(data.src_lang)}",
+        f"  tgt_lang: {dump_inline(data.tgt_lang)}",
         *corpora,
         f"  valid: {_corpus(data.valid)}",
         *(["  tests:", *tests] if tests else []),
@@ -464,7 +464,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         f"  keep_last: {presets.NUM_AVERAGED}",
         f"  average: {presets.NUM_AVERAGED}  # the checkpoints of the last tenth of the training",
         "  patience: 100  # validations; with a budget of time, train to its end",
-        f"  device: {_text(request.device)}",
+        f"  device: {dump_inline(request.device)}",
         f"decoding: {{beam: {_DECODING.beam}, length_alpha: {_DECODING.length_alpha}}}",
     ]
 
@@ -479,15 +479,9 @@ def _consistency_lines(consistency: ConsistencyConfig | None) -> list[str]:
     ]
 
 
-def _text(value: object) -> str:
-    """Format a value as YAML, which refuses some characters that JSON takes, such as DEL."""
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
-
-
 def _corpus(corpus: Corpus) -> str:
     keys = corpus.model_dump(exclude_unset=True).items()
-    return f"{{{', '.join(f'{key}: {_text(value)}' for key, value in keys)}}}"
+    return f"{{{', '.join(f'{key}: {dump_inline(value)}' for key, value in keys)}}}"
 
 
 def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[str]:

@@ -92,6 +92,12 @@ def dump_tree(tree: Tree) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=100)
 
 
+def dump_inline(value: object) -> str:
+    """Return a value as YAML in one line: JSON that escapes what YAML refuses, such as DEL."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
+
+
 def changes(old: Config, new: Config) -> dict[str, list[Any]]:
     """Return the keys whose values differ, with both values; that of a missing key is None."""
     before, after = (dict(_flatten(config.model_dump())) for config in (old, new))

@@ -33,7 +33,7 @@ from mtrain.decode.mbr import by_agreement
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.rerank import rerank
 from mtrain.decode.shared_search import NO_LIMITS, PendingSearch, SearchLimits
-from mtrain.decode.split_long import LinePart, split_line
+from mtrain.decode.split_long import LinePart, count_whole, split_line
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, DataError
 from mtrain.io.lines import LineWarnings, ignore
@@ -414,10 +414,12 @@ class LineTranslator:
                 "instead; `--on-long split` or `--on-long truncate` takes it."
             )
         if self.options.on_long == "truncate":
-            text = f"has {len(ids):,} tokens; all after the first {limit - 1:,} are dropped."
+            pieces = vocabulary.pieces(src)
+            kept = count_whole(pieces, limit - 1)
+            text = f"has {len(ids):,} tokens; all after the first {kept:,} are dropped."
             self.warnings.add("cut off", number, text)
-            pieces = vocabulary.pieces(src)[: limit - 1]
-            source = EncodedSource([*ids[: limit - 1], ids[-1]], text=vocabulary.text_of(pieces))
+            pieces = pieces[:kept]
+            source = EncodedSource([*ids[:kept], ids[-1]], text=vocabulary.text_of(pieces))
             return [LinePart(source, number_words(pieces), ["truncated"])]
         parts = split_line(src, vocabulary, limit)
         text = f"has {len(ids):,} tokens; translated in {len(parts):,} parts."

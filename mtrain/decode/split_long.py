@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -37,6 +37,14 @@ class LinePart(NamedTuple):
     source: EncodedSource
     words: list[range]
     flags: list[str]
+
+
+def count_whole(pieces: Sequence[str], most: int) -> int:
+    """Return how many of the first `most` pieces are kept if no character's bytes are divided."""
+    kept = min(most, len(pieces))
+    while 0 < kept < len(pieces) and _CONTINUED.fullmatch(pieces[kept]):
+        kept -= 1
+    return kept
 
 
 def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePart]:
@@ -88,9 +96,7 @@ def _spans(
     while match := _NO_SPACE.search(text, last):
         first = match.start()
         pieces = vocabulary.pieces(text[first : first + _MAX_PIECE * limit + 1])
-        count = min(limit, len(pieces))
-        while 0 < count < len(pieces) and _CONTINUED.fullmatch(pieces[count]):
-            count -= 1
+        count = count_whole(pieces, limit)
         last = first + max(1, len(vocabulary.text_of(pieces[:count])))
         for end in reversed(ends[bisect_right(ends, first) : bisect_right(ends, last)]):
             if len(vocabulary.encode([text[first:end]])[0]) <= limit:  # a token may span two units

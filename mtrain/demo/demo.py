@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import lzma
 import shlex
 import shutil
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 from mtrain.config import config_file
-from mtrain.config.config_file import HEAD, put_beside
+from mtrain.config.config_file import HEAD, dump_inline, put_beside
 from mtrain.data.prepare import prepare
 from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
@@ -51,8 +50,7 @@ training:
 
 def config_text(corpus: str, run_dir: str) -> str:
     """Return the YAML text of the demo's config."""
-    # JSON escapes what a double-quoted YAML string must
-    corpus, run_dir = (json.dumps(path, ensure_ascii=False)[1:-1] for path in (corpus, run_dir))
+    corpus, run_dir = (dump_inline(path)[1:-1] for path in (corpus, run_dir))  # without quotes
     return _CONFIG.format(corpus=corpus, run_dir=run_dir, head=HEAD)
 
 

@@ -497,6 +497,18 @@ def test_split_cuts_no_character_whose_bytes_fit(limit: int) -> None:
     assert max(len(part.source.ids) for part in parts) <= limit
 
 
+@pytest.mark.parametrize("limit", range(3, 12))
+def test_truncate_drops_whole_characters(translator: Translator, limit: int) -> None:
+    cutting = with_options(translator, max_input_tokens=limit, on_long="truncate")
+    said: list[str] = []
+    (part,) = LineTranslator(cutting, warn=said.append)._parts([1], ["☃☃☃ ba"], None)[0]
+    src = translator.tokenizer.src
+    assert part.source.text == "☃" * min(3, (limit - 2) // 3)
+    kept = len(part.source.ids) - 1
+    assert part.source.ids == [*src.encode(["☃☃☃ ba"])[0][:kept], src.eos]
+    assert said[0].endswith(f"; all after the first {kept} are dropped.")
+
+
 ODD_TEXT = st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60)
 
 

@@ -153,7 +153,21 @@ def test_a_demo_folder_that_is_a_file_gives_a_one_line_error(cli: Cli, tiny: Pat
 
 @pytest.mark.parametrize(
     "directory",
-    ["runs/demo", "1", "no", "a b", "a, b", "a: b", "a #b", "a[b]", "{a}", 'a"b', "é", "a\tb\nc"],
+    [
+        "runs/demo",
+        "1",
+        "no",
+        "a b",
+        "a, b",
+        "a: b",
+        "a #b",
+        "a[b]",
+        "{a}",
+        'a"b',
+        "é",
+        "a\tb\nc",
+        "a\x7fb",
+    ],
 )
 def test_the_demo_config_is_valid_in_any_folder(tmp_path: Path, directory: str) -> None:
     path = tmp_path / "demo.yaml"
