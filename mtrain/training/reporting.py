@@ -23,6 +23,7 @@ from mtrain.ops import native
 from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.device import compute_dtype
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.training.meters import RunningMeter
 
@@ -90,6 +91,11 @@ class TrainingLogger:
         if self.device.type == "cpu":
             text += f", {count(num_threads, 'thread')}, kernels {native.describe()}"
         self.log.say(f"device   {text}")
+        fastest = compute_dtype("auto", self.device)
+        is_half = dtype == torch.bfloat16 or (dtype == torch.float16 and self.device.type == "cpu")
+        if is_half and dtype != fastest:
+            name = str(fastest).removeprefix("torch.")
+            self.log.say(f"         {name} is faster here: `training.precision: auto` takes it")
 
     def log_ranks(self, config: TrainingConfig, split: MicroBatchSplit) -> None:
         """Log how ranks split an update; for a single rank, which settings have no effect."""

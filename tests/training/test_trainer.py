@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,11 +41,13 @@ from mtrain.runtime.process_group import ProcessGroup
 from mtrain.runtime.signals import Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.training import gradients as gradients_module
+from mtrain.training import reporting
 from mtrain.training import trainer as trainer_module
 from mtrain.training.checkpoint_manager import CheckpointManager
 from mtrain.training.gradients import GradientPart, Gradients, GradientTask
 from mtrain.training.loss import LossSum, loss_of
 from mtrain.training.meters import RunningMeter
+from mtrain.training.reporting import TrainingLogger
 from mtrain.training.trainer import Trainer
 from mtrain.training.validation import ValidationSet
 
@@ -549,6 +552,31 @@ def test_the_header_prints_the_number_of_threads(
         line.startswith("device   cpu, float32, 3 threads, kernels ")
         for line in outcome.err.splitlines()
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "fastest", "dtype", "note"),
+    [
+        ("cpu", "float32", "bfloat16", True),
+        ("cpu", "float32", "float16", True),
+        ("cpu", "bfloat16", "float16", True),
+        ("cuda", "float32", "bfloat16", True),  # emulated
+        ("cuda", "float32", "float16", False),
+        ("cuda", "bfloat16", "float16", False),
+        ("cpu", "bfloat16", "float32", False),
+        ("cpu", "float32", "float32", False),
+    ],
+)
+def test_the_header_says_that_auto_is_faster_than_a_precision_without_instructions(
+    device: str, fastest: str, dtype: str, note: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reporting, "compute_dtype", lambda *_: getattr(torch, fastest))
+    log = SimpleNamespace(say=said.append)
+    TrainingLogger(log, torch.device(device)).log_device(getattr(torch, dtype), 1)  # type: ignore[arg-type]
+    expected = f"         {fastest} is faster here: `training.precision: auto` takes it"
+    assert said[0].startswith(f"device   {device}, {dtype}")
+    assert said[1:] == [expected] * note
 
 
 def test_training_a_finished_run_again_leaves_it_unchanged(
