@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +34,7 @@ from mtrain.exporters.exporter import (
     Requirement,
     SentencePieceSides,
     ids_of_pieces,
+    in_batches,
     longest,
     write_sentencepiece,
 )
@@ -246,8 +248,9 @@ class CTranslate2Model(SentencePieceSides):
         """
         max_length = max(max_lengths, default=0) + 1
 
-        def translate(rows: list[int]) -> Any:
-            return self._translator.translate_batch(
+        def search_rows(rows: list[int]) -> list[list[ExportedHypothesis]]:
+            translate = partial(
+                self._translator.translate_batch,
                 self._tokens([sources[row] for row in rows]),
                 beam_size=beam,
                 num_hypotheses=num_best,
@@ -260,22 +263,12 @@ class CTranslate2Model(SentencePieceSides):
                 min_decoding_length=0,  # by default eos cannot come first
                 use_vmap=self._use_vmap,
             )
-
-        by_length = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
-        results: dict[int, Any] = {}
-        for at in range(0, len(by_length), BATCH_SIZE):
-            rows = by_length[at : at + BATCH_SIZE]
-            batch = _wait(self._thread.submit(translate, rows), limits)
-            results.update(zip(rows, batch, strict=True))
-        return [
-            [
-                self._hypothesis(tokens, log_prob)
-                for tokens, log_prob in zip(
-                    results[row].hypotheses, results[row].scores, strict=True
-                )
+            results = _wait(self._thread.submit(translate), limits)
+            return [
+                list(map(self._hypothesis, result.hypotheses, result.scores)) for result in results
             ]
-            for row in range(len(sources))
-        ]
+
+        return in_batches([len(ids) for ids in sources], search_rows)
 
     def _hypothesis(self, tokens: list[str], log_prob: float) -> ExportedHypothesis:
         ids = [self.id_of[token] for token in tokens]
