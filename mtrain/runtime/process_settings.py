@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import threading
 
 _OWNED = threading.Event()
@@ -17,11 +18,14 @@ _COLLECTED_AT = 20_000  # from then on; Python's own is 700
 def own_process() -> None:
     """Let `device.keep_freed_memory` and `device.avoid_cudnn_attention` take effect from now on.
 
-    Garbage is collected less often, too: not while PyTorch is imported, and not at the end.
+    Garbage is collected less often, too: not while PyTorch is imported, and not at the end. OpenMP
+    reads its setting when PyTorch is imported: threads that wait leave the core to other programs
+    instead of spinning, which would nearly double the time of an update beside one of them.
     """
     if _OWNED.is_set():
         return
     _OWNED.set()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     atexit.register(gc.freeze)  # else the collection at exit traverses all objects of PyTorch
     gc.set_threshold(_FIRST_COLLECTED_AT)
     gc.callbacks.append(_collect_more_often)

@@ -1,7 +1,8 @@
-"""Garbage collection settings change only in a process of mtrain's own."""
+"""Garbage collection and OpenMP settings change only in a process of mtrain's own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -41,3 +42,27 @@ def test_garbage_collection_starts_after_500000_objects_and_objects_are_frozen_a
     program = [sys.executable, "-c", STARTING]
     output = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     assert output.split() == ["500000", "True", "20000", "False", "True"]
+
+
+OWNED = """
+import os
+from mtrain.runtime import process_settings
+if {is_own}:
+    process_settings.own_process()
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_own", "given", "expected"),
+    [(True, None, "passive"), (True, "active", "active"), (False, None, "None")],
+)
+def test_threads_of_openmp_wait_without_spinning_unless_the_user_says_otherwise(
+    is_own: bool, given: str | None, expected: str
+) -> None:
+    environment = {key: text for key, text in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    if given is not None:
+        environment["OMP_WAIT_POLICY"] = given
+    program = [sys.executable, "-c", OWNED.format(is_own=is_own)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.strip() == expected
