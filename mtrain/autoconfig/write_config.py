@@ -329,15 +329,20 @@ def _unit(lines: Sequence[str]) -> str:
 
 
 def _train_tokenizer(pairs: Sequence[tuple[str, str]], num_pairs: int) -> Tokenizer:
-    """Train a tokenizer, with a smaller vocabulary if the pairs do not fill the preset one."""
+    """Train a tokenizer, with a smaller vocabulary if the pairs do not fill the preset one.
+
+    If a text has many characters, as Chinese has, the preset size is that of all other pieces.
+    """
+    num_characters = len(set(chain.from_iterable(chain.from_iterable(pairs))))
+    added = num_characters if num_characters > _MIN_VOCABULARY else 0
     size = presets.vocabulary_size(num_pairs)
     while True:
         try:
-            config = TokenizerConfig(kind="bpe", vocab_size=size)
+            config = TokenizerConfig(kind="bpe", vocab_size=size + added)
             return sentencepiece.train(config, pairs, len(pairs), _SEED)
         except VocabularySizeError as error:
-            is_last = size <= _MIN_VOCABULARY or error.fitting > size
-            size = error.fitting if is_last else max(_MIN_VOCABULARY, size // 2)
+            is_last = size <= _MIN_VOCABULARY or error.fitting > size + added
+            size = error.fitting - added if is_last else max(_MIN_VOCABULARY, size // 2)
 
 
 def _measure(
@@ -493,7 +498,9 @@ def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[
     if training.num_reads < _MIN_READS:
         warnings.append("warning   that is little time for this corpus: take a longer --budget")
     if training.training_s + overhead.fixed_s > request.budget_s:
-        warnings.append("warning   the rest takes longer than the budget: take smaller sets")
+        problem = "warning   training and the rest together take longer than the budget"
+        is_given = len(request.held_out) < 2  # with --valid or --test
+        warnings.append(f"{problem}: take smaller sets" if is_given else problem)
     return [
         f"wrote     {request.config_path}: the size `{preset.name}`, a model of "
         f"{megabytes:,.0f} MB",

@@ -305,12 +305,15 @@ def _train_vocabulary(
 ) -> Vocabulary:
     if not any(line.strip() for line in lines):
         raise DataError("`data.train` must have lines with text, but all that are kept are blank.")
-    try:
-        return _train_with_size(config.vocab_size or DEFAULT_VOCAB_SIZE, config, lines, tags)
-    except VocabularySizeError as error:
-        if config.vocab_size is not None:
-            raise
-        return _train_with_size(error.fitting, config, lines, tags)
+    size = config.vocab_size or DEFAULT_VOCAB_SIZE
+    while True:
+        try:
+            return _train_with_size(size, config, lines, tags)
+        except VocabularySizeError as error:
+            if config.vocab_size is not None:
+                raise
+            # the least size that fits has a piece for each character, and no longer ones
+            size = error.fitting if error.fitting < size else error.fitting + size
 
 
 def _train_with_size(

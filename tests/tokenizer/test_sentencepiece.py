@@ -275,6 +275,18 @@ def test_a_too_small_vocab_size_is_an_error_that_names_the_smallest_possible_siz
         train(config(kind, bound - 1, byte_fallback=byte_fallback))
 
 
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_a_text_of_more_characters_than_the_default_size_gets_longer_pieces_too(kind):
+    first = ord("\u4e00")
+    lines = ["".join(map(chr, range(n, n + 9))) for n in range(first, first + 8400, 4)] * 2
+    settings = TokenizerConfig(kind=kind)
+    pairs = list(zip(lines, lines, strict=True))
+    vocabulary = sentencepiece_module.train(settings, pairs, len(pairs), seed=1).src
+    assert len(vocabulary) > 8400 + 260
+    (ids,) = vocabulary.encode([lines[0]])
+    assert len(ids) - 1 < 9
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("lines", [[], [""], ["   "]])
 def test_training_on_empty_text_raises_a_user_error(shared, lines):
