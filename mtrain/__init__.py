@@ -21,6 +21,7 @@ __all__ = [
     "Model",
     "RunError",
     "Sampling",
+    "ScoringOptions",
     "Stopped",
     "Translation",
     "UserError",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from mtrain.decode.formats import Translation
     from mtrain.decode.options import DecodingOptions, Sampling
     from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
+    from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.runtime.signals import Stopped
 else:
 
@@ -76,6 +78,7 @@ else:
             "AugmentOptions": "augmentation.options",
             "DecodingOptions": "decode.options",
             "Sampling": "decode.options",
+            "ScoringOptions": "evaluation.metrics",
             "Stopped": "runtime.signals",
             "Translation": "decode.formats",
         }

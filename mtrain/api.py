@@ -699,11 +699,17 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
         UserError: if the run cannot be loaded, has no test sets, or their text is missing.
 
     Example:
-        for result in mtrain.evaluate("runs/en-de"):
+        options = mtrain.ScoringOptions(metrics=["bleu", "ter"], lowercase=True)
+        for result in mtrain.evaluate("runs/en-de", options):
             print(result.name, result.scores[0].value)
     """
     from mtrain.evaluation import evaluation
+    from mtrain.evaluation.metrics import ScoringOptions
 
+    if not isinstance(options, ScoringOptions | None):
+        raise ConfigError(
+            f"`options` must be mtrain.ScoringOptions, but is {options!r:.60} instead."
+        )
     model = run if isinstance(run, Model) else load(run)
     return evaluation.evaluate(model.run, model.translator, _log_warning, options)
 

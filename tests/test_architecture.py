@@ -172,6 +172,7 @@ def test_importing_mtrain_loads_no_submodule_and_its_init_imports_only_the_inter
         "augmentation",
         "config",
         "decode",  # the types of options and results
+        "evaluation",  # likewise
         "errors",
         "runtime",
     }

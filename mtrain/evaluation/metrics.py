@@ -23,6 +23,7 @@ from mtrain.evaluation.comet import CometModel, Floats, resampled_means
 from mtrain.io.text_width import count
 
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
+_CASED = tuple(name for name in METRICS if name != "ter")  # of which case can be ignored
 _MIN_VARIETY = 0.2  # distinct outputs per distinct reference; below it, a warning
 _MIN_VARIED = 10  # distinct references; with fewer, no warning
 _MAX_DIGITS = 30  # after the point, so that a printed float is the same float
@@ -104,18 +105,24 @@ def format_value(metric: str, value: float) -> str:
 class ScoringOptions:
     """Which metrics are computed, and how.
 
+    Args:
+        tokenize: sacreBLEU's tokenizer for BLEU; None is that of the target language, and 13a where
+            no language is known.
+        lowercase: whether BLEU and chrF ignore case; TER always does, COMET never.
+        metrics: some of bleu, chrf, chrf++ and ter.
+        num_resamples: of the test set, for intervals and the paired bootstrap; 0 computes no
+            intervals. Memory grows with this times the number of lines.
+        comet: a model of COMET, one more metric.
+
     Raises:
         ConfigError: if an option is invalid, or does not apply to the metrics.
     """
 
-    # BLEU's tokenizer; None is that of the target language, and 13a where no language is known
     tokenize: str | None = None
-    lowercase: bool = False  # for BLEU and chrF; TER always ignores case, COMET never
-    metrics: Sequence[str] = ("bleu", "chrf")  # some of METRICS
-    # of the test set, for intervals and the paired bootstrap; 0 computes no intervals. Memory
-    # grows with this times the number of lines
+    lowercase: bool = False
+    metrics: Sequence[str] = ("bleu", "chrf")
     num_resamples: int = 1000
-    comet: CometModel | None = None  # one more metric
+    comet: CometModel | None = None
 
     def __post_init__(self) -> None:
         for name in self.metrics:
@@ -131,8 +138,9 @@ class ScoringOptions:
             )
         if self.tokenize is not None and "bleu" not in self.metrics:
             raise ConfigError("`--tokenize` needs the metric bleu.")
-        if self.lowercase and not {"bleu", "chrf", "chrf++"} & set(self.metrics):
-            raise ConfigError("`--lowercase` needs the metric bleu, chrf or chrf++.")
+        if self.lowercase and not set(_CASED) & set(self.metrics):
+            named = f"{', '.join(_CASED[:-1])} or {_CASED[-1]}"
+            raise ConfigError(f"`--lowercase` needs the metric {named}.")
         if "bleu" in self.metrics:
             _bleu(None, self)  # raises before anything is translated
         if self.num_resamples and not _LEAST_RESAMPLES <= self.num_resamples <= _MOST_RESAMPLES:
