@@ -171,7 +171,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         raise RunError(
             f"{output}: exists, but `mtrain augment` did not write it; choose another -o."
         )
-    with writable_dir(work_dir), _working(work_dir, output, process_group.is_first):
+    with writable_dir(work_dir), _working(work_dir, output, process_group.is_first, console):
         process_group.barrier()
         scratch = work_dir / f"rank-{process_group.rank}"
         shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
@@ -226,7 +226,7 @@ def _remove_unfinished(work_dir: Path, output: Path) -> None:
 
 
 @contextmanager
-def _working(work_dir: Path, output: Path, is_first: bool) -> Iterator[None]:
+def _working(work_dir: Path, output: Path, is_first: bool, console: Console) -> Iterator[None]:
     """Hold the lock on the first rank; delete the folder on an error before the first part."""
     with _alone(work_dir, output) if is_first else nullcontext():
         try:
@@ -234,6 +234,12 @@ def _working(work_dir: Path, output: Path, is_first: bool) -> Iterator[None]:
         except UserError:
             if is_first and not _part_path(work_dir, 0, _COUNTS).is_file():
                 shutil.rmtree(work_dir, ignore_errors=True)
+            raise
+        except KeyboardInterrupt:
+            if is_first:
+                console.say(
+                    f"{output}: stopped; finished parts are kept, and the same command resumes"
+                )
             raise
 
 

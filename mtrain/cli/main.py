@@ -78,7 +78,8 @@ def _run() -> NoReturn:
         sys.exit(app(prog_name="mtrain", standalone_mode=False))
     except _UsageError as error:
         context = getattr(error, "ctx", None)
-        verb = context.command_path if context else "mtrain"
+        named = [name for name in sys.argv[1:2] if name in VERBS]
+        verb = context.command_path if context else " ".join(["mtrain", *named])
         message = _what_is_wrong(error)
         see = " See" if message.endswith("?") else "; see"
         raise ConfigError(f"{message}{see} `{verb} --help`.") from None
@@ -131,7 +132,8 @@ def _what_is_wrong(error: Exception) -> str:
             expected, value = config_file.requirement(finding), format_value(finding["input"])
             return f"`{name}` must be {expected}, but is {value} instead"
         return f"`{name}`: {message}"
-    message = str(error.format_message()).strip().removesuffix(".")  # type: ignore[attr-defined]
+    message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]
+    message = message.replace(r"\n\t", " ").removesuffix(".")
     return message[0].lower() + message[1:]
 
 

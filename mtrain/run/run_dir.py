@@ -140,7 +140,7 @@ class RunDir:
         except config_file.NewerVersionError as error:
             raise RunError(str(error)) from None
         except ConfigError as error:
-            raise RunError(f"{error} Restore the file from the run's own copy.") from None
+            raise RunError(f"{error} Restore the file from a copy of the run.") from None
 
     @property
     def directions(self) -> list[tuple[str, str]]:

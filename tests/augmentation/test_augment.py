@@ -261,8 +261,12 @@ def test_an_interrupted_augmentation_resumes_and_samples_the_same_pairs(
         return judge(*arguments)
 
     monkeypatch.setattr(augmenting, "_judge", interrupted)
+    stopped = Said()
     with pytest.raises(KeyboardInterrupt):
-        augmenting.augment(request, config, Said(), print)
+        augmenting.augment(request, config, stopped, print)
+    assert stopped.lines[-1] == (
+        f"{request.output}: stopped; finished parts are kept, and the same command resumes"
+    )
     assert not request.output.exists()
     other = request_of(config_path, back_run)
     with pytest.raises(mtrain.UserError, match=r"\.bt\.augmenting: was made with other settings"):

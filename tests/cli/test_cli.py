@@ -460,6 +460,15 @@ def test_help_lists_every_verb_with_an_untruncated_description_in_80_columns(
         ("frob", "no such command 'frob'; see `mtrain --help`."),
         ("train", "missing argument 'CONFIG'; see `mtrain train --help`."),
         ("translate", "missing argument 'RUN... [FILE]'; see `mtrain translate --help`."),
+        (
+            "translate RUN --beam",
+            "option '--beam' requires an argument; see `mtrain translate --help`.",
+        ),
+        (
+            "export RUN d",
+            "missing option '--to'. Choose from: ctranslate2, huggingface, argos, marian, onnx; "
+            "see `mtrain export --help`.",
+        ),
         ("train a.yaml --frob", "no such option: --frob; see `mtrain train --help`."),
         ("train a.yaml b.yaml", None),
         ("translate run --beam 0", "`--beam` must be >= 1, but is '0' instead; see "),
@@ -641,7 +650,7 @@ def test_a_damaged_config_of_a_run_is_reported(cli: Cli, copied: RunDir) -> None
     copied.config_path.write_text("a: [", encoding="utf-8")
     said = error_line(cli("translate", copied.path))
     assert said.startswith(f"{copied.config_path}: line 1: must be valid YAML, but is not: ")
-    assert said.endswith("Restore the file from the run's own copy.")
+    assert said.endswith("Restore the file from a copy of the run.")
 
 
 def test_a_run_without_test_sets_cannot_be_evaluated(cli: Cli, copied: RunDir) -> None:
