@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import repeat
 
-_MAX_CACHED = 1 << 17  # segmentations; some 40 MB
+_MAX_CACHED = 1 << 17  # segmentations; some 40 MB of English and German
+_MAX_LENGTH = 32  # characters of a word that is cached: a longer one, as in Chinese, rarely recurs
 _WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # pieces do not cross word boundaries
 
 
@@ -47,6 +48,8 @@ class Merges:
 
     def _sample(self, word: str, alpha: float, rng: random.Random) -> list[str]:
         """Return the pieces of a word; the merges follow from the draws, and are cached."""
+        if len(word) > _MAX_LENGTH:
+            return self._merge(word, (rng.random() < alpha for _ in repeat(None)))
         if len(self._plain) + len(self._sampled) >= _MAX_CACHED:
             self._plain.clear()
             self._sampled.clear()

@@ -40,8 +40,10 @@ def test_user_defined_symbols_are_never_split_or_merged_and_the_longest_match_wi
     assert drawn == [*word, "b.b.", *word, "b.", "a", ".("]
 
 
+@pytest.mark.parametrize("max_length", [2, 32], ids=["longer", "cached"])
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
-def test_each_merge_is_dropped_with_probability_alpha(alpha):
+def test_each_merge_is_dropped_with_probability_alpha(alpha, max_length, monkeypatch):
+    monkeypatch.setattr(bpe_dropout, "_MAX_LENGTH", max_length)
     merges, rng, num_draws = Merges(ABC), random.Random(1), 10_000
     counts = Counter(tuple(merges.sample("abc", alpha, rng)) for _ in range(num_draws))
     made = 1 - alpha
@@ -54,6 +56,13 @@ def test_each_merge_is_dropped_with_probability_alpha(alpha):
     assert sum(means.values()) == pytest.approx(1)
     for pieces, mean in means.items():
         assert counts[pieces] / num_draws == pytest.approx(mean, abs=3 * (mean / num_draws) ** 0.5)
+
+
+def test_a_long_text_without_spaces_is_not_cached():
+    merges = Merges(ABC)
+    assert merges.sample("abc" * 11, 0.0, random.Random(1)) == ["abc"] * 11
+    assert merges.sample("abc" * 11, 1.0, random.Random(1)) == list("abc" * 11)
+    assert not merges._plain and not merges._sampled
 
 
 def test_samples_are_determined_by_the_seed():
