@@ -49,20 +49,24 @@ import os
 from mtrain.runtime import process_settings
 if {is_own}:
     process_settings.own_process()
-print(os.environ.get("OMP_WAIT_POLICY"))
+print(os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
 @pytest.mark.parametrize(
     ("is_own", "given", "expected"),
-    [(True, None, "passive"), (True, "active", "active"), (False, None, "None")],
+    [
+        (True, {}, "1000"),
+        (True, {"GOMP_SPINCOUNT": "5"}, "5"),
+        (True, {"OMP_WAIT_POLICY": "active"}, "None"),
+        (False, {}, "None"),
+    ],
 )
-def test_threads_of_openmp_wait_without_spinning_unless_the_user_says_otherwise(
-    is_own: bool, given: str | None, expected: str
+def test_threads_of_openmp_hardly_spin_unless_the_user_says_otherwise(
+    is_own: bool, given: dict[str, str], expected: str
 ) -> None:
-    environment = {key: text for key, text in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    if given is not None:
-        environment["OMP_WAIT_POLICY"] = given
+    own = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {key: text for key, text in os.environ.items() if key not in own} | given
     program = [sys.executable, "-c", OWNED.format(is_own=is_own)]
     ended = subprocess.run(program, capture_output=True, text=True, check=True, env=environment)
     assert ended.stdout.strip() == expected
