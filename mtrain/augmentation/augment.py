@@ -10,7 +10,7 @@ import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -41,7 +41,7 @@ from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file,
 from mtrain.io.lines import ignore, open_gzip_writer, read_lines
 from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
-from mtrain.run.logger import Console
+from mtrain.run.logger import Console, resumable
 from mtrain.run.run_dir import RunDir
 
 PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
@@ -228,18 +228,15 @@ def _remove_unfinished(work_dir: Path, output: Path) -> None:
 @contextmanager
 def _working(work_dir: Path, output: Path, is_first: bool, console: Console) -> Iterator[None]:
     """Hold the lock on the first rank; delete the folder on an error before the first part."""
-    with _alone(work_dir, output) if is_first else nullcontext():
+    with ExitStack() as stack:
+        if is_first:
+            stack.enter_context(resumable(console, output))
+            stack.enter_context(_alone(work_dir, output))
         try:
             yield
         except UserError:
             if is_first and not _part_path(work_dir, 0, _COUNTS).is_file():
                 shutil.rmtree(work_dir, ignore_errors=True)
-            raise
-        except KeyboardInterrupt:
-            if is_first:
-                console.say(
-                    f"{output}: stopped; finished parts are kept, and the same command resumes"
-                )
             raise
 
 

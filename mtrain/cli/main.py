@@ -133,7 +133,7 @@ def _what_is_wrong(error: Exception) -> str:
             return f"`{name}` must be {expected}, but is {value} instead"
         return f"`{name}`: {message}"
     message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]
-    message = message.replace(r"\n\t", " ").removesuffix(".")
+    message = message.removesuffix(".")
     return message[0].lower() + message[1:]
 
 

@@ -35,7 +35,7 @@ from mtrain.io import text_width
 from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
 from mtrain.run import checkpoint
-from mtrain.run.logger import Console
+from mtrain.run.logger import Console, resumable
 from mtrain.run.run_dir import LOCK_FILE, RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -69,15 +69,9 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     """
     num_kept = None
     if not _is_done(config, run):
-        try:
-            with run.tokenizing() as work_dir:
-                if not _is_done(config, run):  # by a process that held the lock until now
-                    num_kept = _tokenize(config, run, work_dir, console)
-        except KeyboardInterrupt:
-            console.say(
-                f"{run.path}: stopped; finished parts are kept, and the same command resumes"
-            )
-            raise
+        with resumable(console, run.path), run.tokenizing() as work_dir:
+            if not _is_done(config, run):  # by a process that held the lock until now
+                num_kept = _tokenize(config, run, work_dir, console)
     if num_kept is not None:
         console.say(f"{run.path}: tokenized {text_width.count(num_kept, 'training pair')}")
         return

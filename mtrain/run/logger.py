@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -77,6 +78,16 @@ class Console(Protocol):
 
     def say(self, text: str = "") -> None:
         """Show one line."""
+
+
+@contextmanager
+def resumable(console: Console, path: Path) -> Iterator[None]:
+    """Say on Ctrl-C that the command that writes `path` goes on from its finished parts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.say(f"{path}: stopped; finished parts are kept, and the same command resumes")
+        raise
 
 
 class Stderr:
