@@ -285,6 +285,8 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 def _sentence(error: ErrorDetails) -> str:
     """Format a pydantic error as a sentence that names the key."""
     location, kind, value = error["loc"], error["type"], format_value(error["input"])
+    if kind == "invalid_key":  # a key that is a number, true or null
+        location, kind = (*location[:-1], value), "extra_forbidden"
     known, key = _place(location)
     if location[-1:] == ("[key]",):
         return (

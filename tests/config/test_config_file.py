@@ -197,6 +197,15 @@ def test_a_minimal_config_has_exactly_the_listed_defaults(minimal: Path) -> None
             "data.tests.t={src: [a], tgt: [b], foo: 1}",
             "`data.tests.t.foo` is not a key of the config; known here: src, tgt.",
         ),
+        (
+            "data.valid={src: [a], tgt: [b], 3: x}",
+            "`data.valid.3` is not a key of the config; known here: src, tgt.",
+        ),
+        (
+            "training={null: 1}",
+            "`training.null` is not a key of the config; the nearest are `num_examples`, "
+            "`schedule`, `parallel`, and the config.yaml of every run has them all.",
+        ),
     ],
 )
 def test_an_unknown_key_is_an_error_that_suggests_known_keys(
