@@ -68,6 +68,11 @@ class RequestMiddleware:
         self._metrics.num_in_flight += 1
         try:
             await self._answer(scope, receive, send_noting)
+        except asyncio.CancelledError:  # the server ends, and waits no longer
+            if status:
+                raise
+            shutting_down = HTTPException(503, "Server is shutting down", {"Retry-After": "1"})
+            await _closing(shutting_down)(scope, receive, send_noting)
         except Exception as error:  # Starlette has answered already
             logger.error("%s", f"{type(error).__name__}: a request failed", exc_info=error)
         finally:

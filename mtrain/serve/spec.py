@@ -17,7 +17,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "429": "Too many requests; `Retry-After` says when to go on.",
     "500": "The server has failed.",
-    "503": "The server is busy; `Retry-After` says when to go on.",
+    "503": "The server is busy or shuts down; `Retry-After` says when to go on.",
 }
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -128,6 +129,32 @@ def test_a_running_translation_is_finished_when_the_server_stops(
         may_end.set()
         thread.join(30)
     assert [answer.tree for answer in answers] == [{"translatedText": TEXT}]
+
+
+def test_a_translation_that_is_cut_off_when_the_server_stops_is_answered_503(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def waiting(self: mtrain.Model, *arguments: object, **options: object) -> object:
+        has_begun.set()
+        assert may_end.wait(30)
+        raise CancelledError
+
+    monkeypatch.setattr(mtrain.Model, "translate", waiting)
+    monkeypatch.setattr("mtrain.serve.server._GRACE_S", 0)
+    answers = []
+    with running(pair_models) as client:
+        body = {"q": TEXT, "source": "en", "target": "de"}
+        thread = threading.Thread(target=lambda: answers.append(client.post("/translate", body)))
+        thread.start()
+        assert has_begun.wait(30)
+        client.stop()
+        thread.join(30)
+        may_end.set()
+    (answer,) = answers
+    assert (answer.status, answer.tree) == (503, {"error": "Server is shutting down"})
+    assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
 
 
 def test_the_server_opens_no_outgoing_connection(trained: RunDir, tmp_path: Path) -> None:
