@@ -333,12 +333,15 @@ def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
     """Yield the findings on whole files."""
     problems: dict[str, list[Entry]] = {}
     num_files = 0
+    num_pairs = Counter[str | None]()  # of each corpus of a mixture
+    for part in scan.reader.parts:
+        num_pairs[part.corpus] += part.num_pairs
     for part in scan.reader.parts:
         for notes in part.notes:
             num_files += 1
             for name, problem in _file_problems(part, notes, data):
                 problems.setdefault(name, []).append({"file": notes.path, "problem": problem})
-            if scan.reader.num_pairs == 0:
+            if not num_pairs[part.corpus]:
                 problems.setdefault("empty", []).append({"file": notes.path, "problem": "no pairs"})
     for severity, file_rules in _FILE_RULES.items():
         for name, (what, advice) in file_rules.items():

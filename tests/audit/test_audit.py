@@ -17,7 +17,7 @@ import defects
 import pytest
 from conftest import Cli, all_shown, open_terminal
 from defects import PLANTERS, SHIFT_PAIRS, Planted, found_lines, plant, write_planted
-from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config
+from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config, write_corpus
 
 from mtrain.audit import audit as auditing
 from mtrain.audit import duplicates, scan
@@ -203,6 +203,18 @@ def test_every_unreadable_file_is_reported_with_its_problem(cli: Cli, tmp_path: 
     assert missing == {"file": str(tmp_path / "train.src"), "problem": "No such file or directory"}
     assert "gzip data is cut off or damaged" in damaged["problem"]
     assert found["train.empty"]["severity"] == "error"
+
+
+def test_an_empty_corpus_of_a_mixture_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    config = write_planted(tmp_path, clean(500))
+    tree = config_file.load(config).model_dump()
+    empty = write_corpus(tmp_path, "empty", [])
+    tree["data"]["train"] = [tree["data"]["train"], empty]
+    outcome = cli("check", write_config(config, tree), "--json")
+    assert outcome.code == 2
+    found = by_name(json.loads(outcome.out))["train.empty"]
+    assert found["severity"] == "error"
+    assert [example["file"] for example in found["examples"]] == empty["src"] + empty["tgt"]
 
 
 def test_a_byte_order_mark_and_crlf_are_notes_but_mixed_line_ends_are_a_warning(
