@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Sequence
 
@@ -110,8 +109,7 @@ def listen(settings: ServerSettings) -> socket.socket:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:
-        number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
+        reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise ConfigError(
             f"`--host` and `--port` must name an address to listen on, but {settings.host} port "
             f"{settings.port} cannot be used: {reason}."

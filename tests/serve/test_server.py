@@ -21,6 +21,7 @@ from serving import JSON, Client, running, with_languages
 from tasks import copy_task
 
 import mtrain
+from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 from mtrain.serve.server import listen
 from mtrain.serve.settings import ServerSettings
@@ -243,6 +244,13 @@ def test_an_address_in_use_is_an_error(cli: Cli, trained: RunDir) -> None:
             f"`--host` and `--port` must name an address to listen on, but 127.0.0.1 port {port} "
             "cannot be used: Address already in use."
         )
+
+
+def test_an_unknown_host_is_an_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        listen(ServerSettings(host="no host", port=0))
+    begin = "`--host` and `--port` must name an address to listen on, but no host port 0 cannot be "
+    assert re.fullmatch(rf"{begin}used: [\w ]+\.", str(error.value))
 
 
 def test_an_empty_host_is_refused_and_does_not_mean_all_addresses(
