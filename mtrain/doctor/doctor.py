@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -104,7 +105,8 @@ class _RunChecker:
                 yield self._failed(part, str(error))
 
     def _failed(self, part: str, text: str) -> CheckResult:
-        return CheckResult(part, "FAILED", text.replace(f"{self.run.path}/", ""))
+        run = re.compile(rf"(?<!\S){re.escape(str(self.run.path))}/")
+        return CheckResult(part, "FAILED", run.sub("", text))
 
     def _check_config(self) -> Iterator[CheckResult | str]:
         self.config = self.run.config

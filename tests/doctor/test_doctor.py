@@ -329,6 +329,16 @@ def test_a_checkpoint_with_a_nan_value_is_named(cli: Cli, run: RunDir, part: str
     assert f"{NEWEST}/{part}: `" in facts(outcome, "checkpoints")[0]
 
 
+def test_the_name_of_the_run_is_left_out_only_where_a_path_begins_with_it(
+    cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path.parent)
+    run.path.rename("r")
+    Path("r/tokenizer/shared.model").unlink()
+    (line,) = [line for line in cli("doctor", "r", "--no-replay").lines if "FAILED" in line]
+    assert line.split()[2] == "tokenizer/shared.model:"
+
+
 def test_a_tokenizer_that_does_not_match_the_weights_is_reported(
     cli: Cli, source: Path, run: RunDir, tmp_path: Path
 ) -> None:
