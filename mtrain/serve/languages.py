@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class LanguageDetector:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
         self._code_of: dict[str, str] = {}
         for code in codes:
-            candidates = {code.lower(), code.lower().split("-")[0]}
+            candidates = {code.lower(), re.split("[-_]", code.lower())[0]}
             candidates |= {
                 name.split("-")[0] for names in _ALIASES if code.lower() in names for name in names
             }

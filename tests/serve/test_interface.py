@@ -12,6 +12,7 @@ from libretranslatepy import LibreTranslateAPI
 from serving import FORM, JSON, Client, running
 
 import mtrain
+from mtrain.serve.languages import LanguageDetector
 from mtrain.serve.settings import ServerSettings
 
 TEXT = "ba ce di"
@@ -134,6 +135,12 @@ def test_detected_languages_are_ranked_by_confidence(client: Client) -> None:
     assert len(ranked) == 3
     assert 90 < ranked[0]["confidence"] <= 100
     assert ranked == sorted(ranked, key=lambda each: -each["confidence"])
+
+
+@pytest.mark.parametrize("code", ["pt", "pb", "pt-BR", "pt_BR"])
+def test_a_language_with_a_region_is_detected(code: str) -> None:
+    best, *_ = LanguageDetector(["en", code]).rank("Eu gosto muito de comer frutas e legumes.")
+    assert best.code == code
 
 
 def test_detection_without_text_gets_400(client: Client) -> None:

@@ -74,7 +74,7 @@ function fillTargets(value) {
   for (const [element, code] of [[output, to.value], [source, from.value], [mirror, from.value]]) {
     const isAuto = code === "auto";
     element.lang = isAuto ? "" : code;
-    element.dir = isAuto ? "auto" : RIGHT_TO_LEFT.has(code.split("-")[0]) ? "rtl" : "ltr";
+    element.dir = isAuto ? "auto" : RIGHT_TO_LEFT.has(code.split(/[-_]/)[0]) ? "rtl" : "ltr";
   }
   const back = from.value === "auto" ? detected : from.value;
   $("swap").disabled = !back || !targetsOf(to.value).includes(back);
