@@ -121,7 +121,7 @@ _MAX_DIGITS = 80  # characters: enough for 64 bits in any base, with sign and un
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML 1.1 in which 1e-3 is a number, and `no` and dates are text.
+    """Safe YAML 1.1 in which 1e-3 is a number, and `no`, dates, `<<` and `=` are text.
 
     Repeated keys, tags and numbers of more than 64 bits are errors.
     """
@@ -130,7 +130,7 @@ class _Loader(yaml.SafeLoader):
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
-            if not tag.endswith((":bool", ":float", ":timestamp"))
+            if not tag.endswith((":bool", ":float", ":timestamp", ":merge", ":value"))
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

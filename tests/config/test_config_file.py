@@ -202,6 +202,10 @@ def test_a_minimal_config_has_exactly_the_listed_defaults(minimal: Path) -> None
             "`data.valid.3` is not a key of the config; known here: src, tgt.",
         ),
         (
+            "data.valid={src: [a], tgt: [b], <<: {tsv: [c]}}",
+            "`data.valid.<<` is not a key of the config; known here: src, tgt.",
+        ),
+        (
             "training={null: 1}",
             "`training.null` is not a key of the config; the nearest are `num_examples`, "
             "`schedule`, `parallel`, and the config.yaml of every run has them all.",
