@@ -198,7 +198,10 @@ def write(line: TranslatedLine, format: Format, num_best: int) -> Iterator[str]:
     log-probability, flags and translation. jsonl: one object.
     """
     if format == "jsonl":
-        yield json.dumps(_as_tree(line, num_best), ensure_ascii=False)
+        trees = [as_tree(translation) for translation in line.best]
+        tree = {"line": line.number, "source": line.src, **trees[0]}
+        tree |= {"n_best": trees} if num_best > 1 else {}
+        yield json.dumps(tree, ensure_ascii=False)
         return
     for rank in range(num_best):
         best = line.best[rank] if rank < len(line.best) else NOTHING
@@ -209,21 +212,17 @@ def write(line: TranslatedLine, format: Format, num_best: int) -> Iterator[str]:
             yield f"{numbers}\t{','.join(best.flags)}\t{best.text.replace(chr(9), ' ')}"
 
 
-def _as_tree(line: TranslatedLine, num_best: int) -> dict[str, Any]:
-    trees = [
-        {
-            "translation": translation.text,
-            "score": translation.score,
-            "log_prob": translation.log_prob,
-            "tokens": translation.tokens,
-            "token_log_probs": translation.token_log_probs,
-            "alignment": translation.alignment,
-            "flags": translation.flags,
-        }
-        for translation in line.best
-    ]
-    tree: dict[str, Any] = {"line": line.number, "source": line.src, **trees[0]}
-    return tree if num_best == 1 else tree | {"n_best": trees}
+def as_tree(translation: Translation) -> dict[str, Any]:
+    """Return the fields of a translation, without its alternatives, as JSON has them."""
+    return {
+        "translation": translation.text,
+        "score": translation.score,
+        "log_prob": translation.log_prob,
+        "tokens": translation.tokens,
+        "token_log_probs": translation.token_log_probs,
+        "alignment": translation.alignment,
+        "flags": translation.flags,
+    }
 
 
 def as_pharaoh(links: Sequence[Link] | None) -> str:

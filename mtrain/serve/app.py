@@ -18,6 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from mtrain.config.language_names import name_of
+from mtrain.decode.formats import as_tree
 from mtrain.serve import page
 from mtrain.serve.fields import Fields, read_fields, read_texts, read_translation
 from mtrain.serve.languages import Detected
@@ -245,16 +246,10 @@ def _details_tree(result: TranslatedText) -> list[dict[str, Any]]:
         trees.append(
             {
                 "source": line,
-                "translation": translation.text,
-                "score": translation.score,
-                "log_prob": translation.log_prob,
-                "tokens": translation.tokens,
-                "token_log_probs": translation.token_log_probs,
+                **as_tree(translation),
                 "source_words": cut_words(line),
                 "words": words,
                 "word_probs": word_probs(translation, len(words)),
-                "alignment": translation.alignment,
-                "flags": translation.flags,
             }
         )
     return trees
