@@ -164,7 +164,8 @@ class _RunChecker:
         if not changed:
             num_missing = len(marks) - len(here)
             missing = f", {num_missing:,} not here" if num_missing else ""
-            yield f"{len(here):,} files as they were tokenized{missing}"
+            files = text_width.count(len(here), "file")
+            yield f"{files} as they were tokenized{missing}"
 
     def _check_checkpoints(self) -> Iterator[CheckResult | str]:
         paths = checkpoint.steps(self.run.checkpoints_dir)
@@ -234,9 +235,9 @@ class _RunChecker:
         for number, (first, second) in enumerate(zip(batched, single, strict=True), start=1):
             if first.ids != second.ids and not abs(first.log_prob - second.log_prob) < _TIE:
                 raise RunError(f"line {number} of {len(lines)} differs alone and with the others.")
-        name = "validation lines" if valid_lines else "made-up lines"
+        name = "validation line" if valid_lines else "made-up line"
         by = "" if step is None else f" (by the checkpoint of step {step:,})"
-        yield f"{len(lines)} {name}, the same alone and together{by}"
+        yield f"{text_width.count(len(lines), name)}, the same alone and together{by}"
 
     def _check_shortlist(self) -> Iterator[CheckResult | str]:
         if self.tokenizer is not None and self.run.shortlist_path.is_file():

@@ -32,6 +32,7 @@ from mtrain.exporters.parity import LogProbSearcher, ParityReport
 from mtrain.exporters.registry import Library, Quantization, exporters
 from mtrain.io.atomic import sha256_if_readable, whole_dir, whole_file, write_lines
 from mtrain.io.table import format_table
+from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
@@ -259,7 +260,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
     held_out = _read_held_out(run, translator)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
     with _whole(directory, exporter.ARCHIVE) as partial_dir:
-        say(f"{directory}: writing, then checking on {len(lines.src)} lines")
+        say(f"{directory}: writing, then checking on {count(len(lines.src), 'line')}")
         model, tokenizer = translator.model, translator.tokenizer
         approximated = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
         if request.has_page:
@@ -369,8 +370,8 @@ def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestRes
     if not run.config.data.tests:
         return []
     try:
-        count = sum(len(test.src) for test in evaluation.read_tests(run).values())
-        say(f"translating {count:,} lines of test sets for the model card")
+        num_lines = sum(len(test.src) for test in evaluation.read_tests(run).values())
+        say(f"translating {count(num_lines, 'line')} of test sets for the model card")
         options = replace(translator.options, with_scores=False)
         return evaluation.evaluate(run, translator.with_options(options), lambda _: None)
     except RunError as error:
@@ -387,7 +388,8 @@ def _bleu(
     say: Say,
 ) -> dict[str, float]:
     """Return the BLEU of the run, then of each exported model, by name."""
-    say(f"translating {len(lines.src):,} lines of validation text with {1 + len(exported)} models")
+    num_lines = count(len(lines.src), "line")
+    say(f"translating {num_lines} of validation text with {1 + len(exported)} models")
     tgt_lang = run.config.data.tgt_lang
     if note := metrics.tokenizer_note(tgt_lang):
         say(note)

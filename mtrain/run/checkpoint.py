@@ -25,6 +25,7 @@ from torch import Tensor, uint8
 from mtrain.config import config_file
 from mtrain.errors import RunError, WriteError
 from mtrain.io.atomic import remove_dir, sha256, whole_dir, whole_file
+from mtrain.io.text_width import count
 
 FORMAT = "1"
 _HEADER = "mtrain"  # the one metadata key of our safetensors files
@@ -333,9 +334,9 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
         return path
     if saved:
         raise RunError(
-            f"{directory}: holds {len(saved)} checkpoints, but none that is whole, with the "
-            "optimizer's state; restore one from a copy, or delete the folder to train from the "
-            "beginning."
+            f"{directory}: holds {count(len(saved), 'checkpoint')}, but none that is whole, with "
+            "the optimizer's state; restore one from a copy, or delete the folder to train from "
+            "the beginning."
         )
     return None
 

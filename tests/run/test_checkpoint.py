@@ -374,6 +374,12 @@ def test_training_does_not_resume_from_a_checkpoint_without_optimizer_state(tmp_
     assert list(checkpoint.steps(tmp_path)) == [10, 20]
 
 
+def test_one_damaged_checkpoint_is_counted_in_the_singular(tmp_path):
+    (save(tmp_path, 10) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(RunError, match="holds 1 checkpoint, but none that is whole"):
+        checkpoint.newest_whole(tmp_path, str)
+
+
 # Averages
 
 
