@@ -494,7 +494,8 @@ def augment(
     options = AugmentOptions() if options is None else options
     back_paths, forward_paths = _paths("back", back, "a file"), _paths("forward", forward, "a file")
     mode = mode_of(bool(back_paths), bool(forward_paths), again)
-    options.check(mode, [run.config.decoding.beam for run in runs])
+    searching = runs if again else runs[:1]  # an ensemble searches as its first run does
+    options.check(mode, [run.config.decoding.beam for run in searching])
     from mtrain.augmentation import augment as augmenting
     from mtrain.augmentation import new_config
     from mtrain.run.load_model import LoadOptions

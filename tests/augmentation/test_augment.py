@@ -399,6 +399,23 @@ def test_several_models_translate_as_an_ensemble(
         )
 
 
+def test_the_beam_of_the_first_run_of_an_ensemble_limits_the_translations_of_a_line(
+    cli: Cli, config_path: Path, reverser: RunDir, tmp_path: Path
+) -> None:
+    mono = Path(write(tmp_path / "mono.aa", LINES[:9]))
+    greedy = tmp_path / "greedy"
+    shutil.copytree(reverser.path, greedy)
+    text = (greedy / "config.yaml").read_text("utf-8")
+    (greedy / "config.yaml").write_text(text.replace("  beam: 2\n", "  beam: 1\n"), "utf-8")
+    command = ["augment", config_path, "--forward", mono, "--n-best", "2", "-o", tmp_path / "fw"]
+    refused = cli(*command, "--using", greedy, "--using", reverser.path)
+    said = "mtrain: `--n-best` must be at most the beam (1), but is 2 instead.\n"
+    assert (refused.code, refused.err) == (2, said)
+    done = cli(*command, "--using", reverser.path, "--using", greedy)
+    assert done.code == 0, done.err
+    assert max(Counter(pair["line"] for pair in pairs_in(tmp_path / "fw")).values()) == 2
+
+
 @needs_fork_server
 def test_two_ranks_write_the_same_files_as_one_process(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path, ranks: Ranks
