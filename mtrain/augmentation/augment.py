@@ -84,12 +84,6 @@ class AugmentRequest:
         runs = [run.path for run in (*self.runs, *([self.judge] if self.judge else []))]
         config_file.check_utf8([*self.texts, *runs, self.output])
 
-    @property
-    def needs_scores(self) -> bool:
-        """Whether translations are scored by the model that made them."""
-        options = self.options
-        return options.score or (options.keep_best is not None and options.agree_with is None)
-
     @cached_property
     def judge(self) -> RunDir | None:
         """The run of the reverse direction whose scores decide which pairs are kept."""
@@ -300,7 +294,7 @@ def _checksum(path: Path) -> str:
 
 def _options(request: AugmentRequest, run: RunDir) -> DecodingOptions:
     options = DecodingOptions.from_config(run.config)
-    return replace(options, with_scores=request.needs_scores, **request.options.decoding)
+    return replace(options, with_scores=request.options.needs_scores, **request.options.decoding)
 
 
 def _check_same(old: Tree, new: Tree, output: Path) -> None:
@@ -462,7 +456,7 @@ def _write_part(
 
 def _entry(row: Pair, pair: Candidate, request: AugmentRequest, agreement: float | None) -> Tree:
     entry: Tree = {"src": pair.src, "tgt": pair.tgt, "file": row.src_file, "line": row.line}
-    if request.needs_scores:
+    if request.options.needs_scores:
         entry["log_prob"] = round(pair.log_prob, _DIGITS)
         entry["score"] = round(pair.score, _DIGITS)
     if agreement is not None:

@@ -51,9 +51,11 @@ class AugmentOptions:
     until: float | None = None
 
     def __post_init__(self) -> None:
-        searching = {"--beam": self.beam, "--length-alpha": self.length_alpha}
         if self.sampling is not None:
-            _refuse(searching, "has no effect with `--sample`; leave it out")
+            why = "has no effect with `--sample`; leave it out"
+            _refuse({"--beam": self.beam}, why)
+            if not self.needs_scores:
+                _refuse({"--length-alpha": self.length_alpha}, why)
         else:
             _refuse({"--seed": self.seed}, "needs `--sample`")
         if self.keep_best is None:
@@ -76,6 +78,11 @@ class AugmentOptions:
                 raise ConfigError(
                     f"`--n-best` must be at most the beam ({width}), but is {self.n_best} instead."
                 )
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether translations are scored by the model that made them."""
+        return self.score or (self.keep_best is not None and self.agree_with is None)
 
     @property
     def decoding(self) -> dict[str, Any]:

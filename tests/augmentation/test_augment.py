@@ -108,10 +108,25 @@ def test_the_python_function_writes_the_same_files_as_the_command_and_returns_th
     assert report.config.data.train[1].model_dump() == {"synthetic": str(tmp_path / "same")}
 
 
+def test_the_length_penalty_divides_the_scores_of_samples(
+    cli: Cli, config_path: Path, back_run: Path, tmp_path: Path
+) -> None:
+    mono = Path(write(tmp_path / "mono.bb", LINES[:9]))
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "--sample", "--score"]
+    done = cli(*command, "--length-alpha", "0", "-o", tmp_path / "bt")
+    assert done.code == 0, done.err
+    pairs = pairs_in(tmp_path / "bt")
+    assert pairs and all(pair["score"] == pair["log_prob"] for pair in pairs)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"sampling": mtrain.Sampling(), "beam": 2}, "`--beam` has no effect with `--sample`"),
+        (
+            {"sampling": mtrain.Sampling(), "length_alpha": 1.0},
+            "`--length-alpha` has no effect with `--sample`",
+        ),
         ({"seed": 2}, "`--seed` needs `--sample`."),
         ({"keep_best": 0.0}, "`--keep-best` must be from 0.01 to 1, but is 0.0 instead."),
         ({"beam": 0}, "`beam` must be between 1 and 1000, but is 0 instead."),
