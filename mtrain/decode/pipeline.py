@@ -84,19 +84,17 @@ class SearchEngine(Protocol):
 
 
 def search(
-    engine: SearchEngine, sources: Sequence[EncodedSource], pending: PendingSearch | None = None
+    engine: SearchEngine, sources: Sequence[EncodedSource], pending: PendingSearch
 ) -> tuple[list[list[Hypothesis]], set[int]]:
     """Return the best targets of each source, and the rows that were searched again.
 
-    Args:
-        engine, sources: as of `SearchEngine.start_search`.
-        pending: the search of these sources, if it was started before.
+    `pending` is the search of these sources, which was started before.
 
     With `retry_flagged`, a source whose best target, except empty ones, repeats itself is searched
     again so that no n-gram of order `_RETRY_NGRAM` occurs twice. If the new best target repeats
     itself, too, as a prefix can, the source keeps its old targets.
     """
-    best_of, options = (pending or engine.start_search(sources)).result(), engine.options
+    best_of, options = pending.result(), engine.options
     cannot_loop = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
     if not options.retry_flagged or options.sampling is not None or cannot_loop:
         return best_of, set()
