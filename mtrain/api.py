@@ -642,8 +642,6 @@ def load(
     _check_choice("engine", engine, get_args(Engine))
     if not isinstance(checkpoint, int | None):
         raise ConfigError(f"`checkpoint` must be a step, but is {checkpoint!r:.60} instead.")
-    if shortlist is not None:
-        _check_choice("shortlist", shortlist, get_args(Shortlist))
     folders = _run_dirs("runs", runs)
     config = folders[0].config
     if rerank_with is None and rerank_weight is not None:
