@@ -208,8 +208,8 @@ MODEL = [
     ),
     model(
         "sinusoids count from 1",
-        "torch.arange(first, first + length, dtype=torch.float64",
-        "torch.arange(first + 1, first + length + 1, dtype=torch.float64",
+        "torch.arange(length, dtype=torch.float64",
+        "torch.arange(1, length + 1, dtype=torch.float64",
     ),
     model(
         "sine and cosine swapped",

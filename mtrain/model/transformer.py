@@ -684,14 +684,12 @@ def _record(
     return attention.register_forward_pre_hook(append)
 
 
-def sinusoids(
-    length: int, d_model: int, first: int = 0, device: torch.device | None = None
-) -> Tensor:
-    """Return the positional encoding [length, D] of section 3.5 from position `first` on.
+def sinusoids(length: int, d_model: int, device: torch.device | None = None) -> Tensor:
+    """Return the positional encoding [length, D] of section 3.5.
 
     PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos(the same), in float64.
     """
-    position_T1 = torch.arange(first, first + length, dtype=torch.float64, device=device)[:, None]
+    position_T1 = torch.arange(length, dtype=torch.float64, device=device)[:, None]
     exponent_K = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
     angle_TK = position_T1 / 10_000.0**exponent_K
     return torch.stack([angle_TK.sin(), angle_TK.cos()], -1).flatten(1)
