@@ -117,7 +117,7 @@ def train(point: Point, seconds: float) -> Cost:
         num_decoder_layers=num_layers,
     )
     model = Transformer(config, point.vocabulary, point.vocabulary)
-    model.compute_in(device.compute_dtype("auto", torch.device("cpu")))
+    model.compute_dtype = device.compute_dtype("auto", torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     rows = max(1, point.batch_tokens // point.length)
     ids = torch.randint(4, point.vocabulary, (2, rows, point.length - 1)).tolist()

@@ -161,7 +161,7 @@ def gradients(
         trainer_module.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
         with RunLog(Path(f"{run}-{process_group.rank}.jsonl")) as log:
             trainer = Trainer(config, RunDir(Path(run)), log, process_group)
-        trainer.model.compute_in(getattr(torch, dtype))
+        trainer.model.compute_dtype = getattr(torch, dtype)
         updates = trainer.data.updates(batch_tokens, trainer_module.Position(0, 2), trainer.split)
         trainer.gradients.backward_update(next(updates))
         for name, weight in trainer.model.named_parameters():

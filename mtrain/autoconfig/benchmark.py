@@ -115,7 +115,7 @@ def measure(
     device = pick_device(device_name)
     model = build_model(preset.model, sample.tokenizer).to(device)
     dtype = compute_dtype("auto", device)
-    model.compute_in(dtype)
+    model.compute_dtype = dtype
     training = TrainingConfig(optimizer=preset.optimizer, consistency=consistency)
     gradients = Gradients(model, training, device, lambda text: None)
     optimizers = TrainingState(model, training, dtype, SINGLE).optimizers

@@ -74,6 +74,7 @@ class Transformer(nn.Module):
         self.decoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
         self.output = Projection(d_model, num_tgt_tokens)
         self.dropout = Dropout(config.dropout)
+        # of states and products; None is the dtype of the weights
         self.compute_dtype: torch.dtype | None = None
         self.cache_dtype: torch.dtype | None = None
         self._initialise()
@@ -256,10 +257,6 @@ class Transformer(nn.Module):
         self.output.consistency = torch.compile(
             self.output.consistency, backend=backend, fullgraph=fullgraph, dynamic=True
         )
-
-    def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Keep states and run products in `dtype`; None is the dtype of the weights."""
-        self.compute_dtype = dtype
 
     def pack_weights(self, precision: Precision = "float32") -> None:
         """Pack the weights of all linear maps for decoding on a CPU, as copies in extra memory.

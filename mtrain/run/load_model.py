@@ -81,7 +81,7 @@ def load_model(
     if device.type == "cpu":
         model.pack_weights(loading.products)
     elif loading.products == "bfloat16":
-        model.compute_in(torch.bfloat16)
+        model.compute_dtype = torch.bfloat16
     return model
 
 

@@ -152,7 +152,7 @@ class Trainer:
         )
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
-        self.model.compute_in(self.compute_dtype)
+        self.model.compute_dtype = self.compute_dtype
         self.is_compiled = compile_layers(
             self.model, self.device, self.settings, process_group, log.say
         )

@@ -1343,7 +1343,7 @@ def test_float32_states_and_gradients_are_close_to_float64(config):
 
 
 @torch.no_grad()
-def test_compute_in_sets_the_dtype_of_states_and_linear_layers():
+def test_compute_dtype_sets_the_dtype_of_states_and_linear_layers():
     model, data = transformer(model_config()).float(), inputs()
     plain = model(*data)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
@@ -1351,7 +1351,7 @@ def test_compute_in_sets_the_dtype_of_states_and_linear_layers():
     dtypes = []
     for module in linears:
         module.register_forward_hook(lambda _, args, out: dtypes.extend([args[0].dtype, out.dtype]))
-    model.compute_in(torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
     short = model(*data)
     model.output(short)
     assert len(dtypes) == 2 * len(linears)
@@ -1361,7 +1361,7 @@ def test_compute_in_sets_the_dtype_of_states_and_linear_layers():
     assert float((short.float() - plain).norm() / plain.norm()) < 0.03
     state = model.start(data.src_BS, data.src_keep_BS)
     assert model.decode_step(data.tgt_in_BT[:, 0], state).dtype == torch.float32  # for the search
-    model.compute_in(None)
+    model.compute_dtype = None
     assert torch.equal(model(*data), plain)
 
 

@@ -204,7 +204,7 @@ def test_layers_compile_without_graph_breaks_and_rarely_recompile_for_new_shapes
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     model = small_model().to(META).train()
-    model.compute_in(torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
     model.compile_layers(backend=counter, fullgraph=True)
     counts = []
     shapes = [(5, 7, 9), (3, 16, 8), (9, 12, 13), (4, 7, 7), (7, 23, 31), (8, 32, 24), (2, 5, 3)]

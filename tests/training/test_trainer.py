@@ -443,7 +443,7 @@ def test_the_gradient_of_a_batch_split_over_threads_equals_that_of_the_batch(
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         trainer.model.to(torch.float64 if dtype == torch.float64 else torch.float32).train()
-        trainer.model.compute_in(dtype)
+        trainer.model.compute_dtype = dtype
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         tasks = trainer.gradients.split_over_threads(batch, batch.num_tgt_tokens)
         assert len(tasks) == 3
@@ -465,7 +465,7 @@ def test_bfloat16_gradients_of_each_weight_are_close_to_those_of_float32(
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         (task,) = trainer.gradients.split_over_threads(batch, batch.num_tgt_tokens)
         exact = trainer.gradients.backward(task)
-        trainer.model.compute_in(torch.bfloat16)
+        trainer.model.compute_dtype = torch.bfloat16
         short = trainer.gradients.backward(task)
     assert {grad.dtype for grad in short.grads} == {torch.float32}
     loss, exact_loss = short.sums.loss.item(), exact.sums.loss.item()
