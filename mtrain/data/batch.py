@@ -33,7 +33,6 @@ class Batch:
     tgt_in_BT: Tensor
     tgt_out_BT: Tensor
     tgt_keep_BT: Tensor
-    num_src_tokens: int
     num_tgt_tokens: int
 
     def to(self, device: torch.device) -> Batch:
@@ -47,9 +46,7 @@ class Batch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         tensors = (self.src_BS, self.src_keep_BS, self.tgt_in_BT, self.tgt_out_BT, self.tgt_keep_BT)
         src, src_keep, tgt_in, tgt_out, tgt_keep = map(change, tensors)
-        return Batch(
-            src, src_keep, tgt_in, tgt_out, tgt_keep, self.num_src_tokens, self.num_tgt_tokens
-        )
+        return Batch(src, src_keep, tgt_in, tgt_out, tgt_keep, self.num_tgt_tokens)
 
     @property
     def num_positions(self) -> int:
@@ -72,7 +69,6 @@ class Batch:
             self.tgt_in_BT[rows, :width_T],
             self.tgt_out_BT[rows, :width_T],
             tgt_keep_BT[:, :width_T],
-            int(src_keep_BS.sum()),
             int(tgt_keep_BT.sum()),
         )
 
@@ -89,7 +85,6 @@ def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int
         F.pad(tokens_BT, (1, 0), value=bos),
         tgt_out_BT,
         keep_first(tgt_lengths),
-        sum(src_lengths),
         sum(tgt_lengths),
     )
 

@@ -333,7 +333,7 @@ def training_name(training: TrainingData) -> str:
 def batch_size(batch: Batch) -> BatchSize:
     """Return the size of a batch."""
     width = max(batch.src_BS.shape[1], batch.tgt_in_BT.shape[1])
-    num_tokens = batch.num_src_tokens + batch.num_tgt_tokens
+    num_tokens = int(batch.src_keep_BS.sum()) + batch.num_tgt_tokens
     return BatchSize(num_tokens, batch.num_positions, width)
 
 

@@ -59,7 +59,7 @@ def test_pair_and_token_counts_equal_those_of_an_epoch(directory):
     data = training_data(directory)
     batches = epoch(data, 0)
     assert len(data) == NUM_PAIRS == sum(len(batch.src_BS) for batch in batches)
-    assert data.num_src_tokens == sum(batch.num_src_tokens for batch in batches)
+    assert data.num_src_tokens == sum(int(batch.src_keep_BS.sum()) for batch in batches)
     assert data.num_tgt_tokens == sum(batch.num_tgt_tokens for batch in batches)
     assert data.num_src_tokens == sum(len(pair.src) for pair in encoded_pairs())
     assert data.num_tgt_tokens == sum(len(pair.tgt) + 1 for pair in encoded_pairs())

@@ -162,7 +162,7 @@ def a_batch() -> Batch:
     src_BS, src_keep_BS = torch.randint(4, 20, (3, 5)), left_keep([5, 2, 4])
     tgt_BT, tgt_keep_BT = torch.randint(4, 20, (3, 6)), left_keep([6, 3, 1])
     tgt_in_BT = torch.cat([torch.full((3, 1), 2), tgt_BT[:, :-1]], 1)
-    return Batch(src_BS, src_keep_BS, tgt_in_BT, tgt_BT, tgt_keep_BT, 11, 10)
+    return Batch(src_BS, src_keep_BS, tgt_in_BT, tgt_BT, tgt_keep_BT, 10)
 
 
 def two_passes(
