@@ -177,10 +177,6 @@ class Manifest:
         """Return the numbers of the shards of a corpus."""
         return [number for number, shard in enumerate(self.shards) if shard.corpus == corpus]
 
-    def num_pairs(self, corpus: int) -> int:
-        """Return the number of pairs of a corpus."""
-        return sum(shard.num_pairs for shard in self.shards if shard.corpus == corpus)
-
 
 _MANIFEST = TypeAdapter(Manifest)
 

@@ -129,11 +129,10 @@ class TrainingData:
     @property
     def shares(self) -> list[CorpusShare]:
         """The share of each corpus in an epoch."""
+        entries = [self._manifest.corpora[corpus] for corpus in self._used]
         return [
-            CorpusShare(
-                self._manifest.corpora[corpus].name, self._manifest.num_pairs(corpus), count
-            )
-            for corpus, count in zip(self._used, self._mixture.counts, strict=True)
+            CorpusShare(entry.name, sum(entry.lengths), count)
+            for entry, count in zip(entries, self._mixture.counts, strict=True)
         ]
 
     def format_shares(self) -> list[str]:
