@@ -128,7 +128,12 @@ def train(point: Point, seconds: float) -> Cost:
         before = time.monotonic()
         states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
         sums = label_smoothed(
-            states_BTD, model.output.weight, batch.tgt_out_BT, batch.tgt_keep_BT, 0.1
+            states_BTD,
+            model.output.weight,
+            batch.tgt_out_BT,
+            batch.tgt_keep_BT,
+            0.1,
+            batch.num_tgt_tokens,
         )
         (sums.loss / batch.num_tgt_tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

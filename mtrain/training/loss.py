@@ -49,7 +49,7 @@ def label_smoothed(
     tgt_out_BT: Tensor,
     tgt_keep_BT: Tensor,
     smoothing: float,
-    num_tokens: int | None = None,
+    num_tokens: int,
     formula: Formula | None = None,
 ) -> LossSum:
     """Sum `F.cross_entropy(label_smoothing=smoothing)` over the kept target tokens.
@@ -60,10 +60,10 @@ def label_smoothed(
         tgt_out_BT: the ids to predict.
         tgt_keep_BT: bool, True for real tokens.
         smoothing: the probability mass spread evenly over the vocabulary (section 5.4).
-        num_tokens: the number of kept tokens, if known; counting them on a GPU synchronises.
+        num_tokens: the number of kept tokens; counting them on a GPU would synchronise.
         formula: computes the loss from logits, like `ops.cross_entropy.plain_cross_entropy`.
     """
-    rows = _rows_of_true(tgt_keep_BT.flatten(), num_tokens)
+    rows = _first_true(tgt_keep_BT, num_tokens)
     states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
     targets_N = tgt_out_BT.flatten().index_select(0, rows)
     if not torch.is_grad_enabled():  # inside Function.forward, gradients are always disabled
@@ -98,7 +98,7 @@ def simcut(
         src_token_keep_BS,
         tgt_token_keep_BT,
     )
-    rows = _rows_of_true(batch.tgt_keep_BT.flatten(), batch.num_tgt_tokens)
+    rows = _first_true(batch.tgt_keep_BT, batch.num_tgt_tokens)
     states_ND, cut_ND = (half.flatten(0, 1).index_select(0, rows) for half in states_XTD.chunk(2))
     loss, nll = ProjectedConsistency.apply(  # type: ignore[no-untyped-call]
         states_ND,
@@ -112,8 +112,6 @@ def simcut(
     return LossSum(loss, nll, len(rows))
 
 
-def _rows_of_true(is_true_N: Tensor, count: int | None) -> Tensor:
-    """Return the indices of the True values, ascending."""
-    if count is None:
-        return is_true_N.nonzero()[:, 0]
-    return is_true_N.byte().argsort(descending=True, stable=True)[:count]
+def _first_true(is_true_BT: Tensor, count: int) -> Tensor:
+    """Return the indices of the first `count` True values in the flattened mask, ascending."""
+    return is_true_BT.flatten().byte().argsort(descending=True, stable=True)[:count]

@@ -163,8 +163,10 @@ def test_the_loss_does_not_depend_on_the_id_used_for_padding(train: Any) -> None
         batch = collate(src, tgt, pad, special.bos, special.eos)
         assert (batch.src_BS[~batch.src_keep_BS] == pad).all() and not batch.src_keep_BS.all()
         states_BTD = translator.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-        weight_VD = translator.model.output.weight
-        sums = label_smoothed(states_BTD, weight_VD, batch.tgt_out_BT, batch.tgt_keep_BT, 0.1)
+        weight_VD, num_tokens = translator.model.output.weight, batch.num_tgt_tokens
+        sums = label_smoothed(
+            states_BTD, weight_VD, batch.tgt_out_BT, batch.tgt_keep_BT, 0.1, num_tokens
+        )
         losses.append(sums.loss.item())
     assert losses[0] == losses[1]
 
