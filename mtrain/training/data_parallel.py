@@ -24,7 +24,6 @@ from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch, UpdateBatches
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
-from mtrain.ops import dropout
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.training.gradients import Gradients, GradientTask
 from mtrain.training.loss import LossSum, loss_of
@@ -147,8 +146,7 @@ class DDPGradients(DataParallelGradients):
         """Add a batch's gradients and all-reduce; if it is halved, the last half all-reduces."""
         if self.may_fit(batch):
             (task,) = self.split_over_threads(batch, num_tokens, seeds)
-            self.seed_gpu(task)
-            with dropout.dropout_seeds(task.seed):
+            with self.seeded(task):
                 sums: LossSum | None = self.try_to(lambda: self._ddp(task.batch))
                 if sums is not None:
                     return [self._must_fit(lambda: _backward(sums, task))]
@@ -192,8 +190,7 @@ class FSDPGradients(DataParallelGradients):
         """Add a micro-batch's gradients; reduce-scatter them if it is the last."""
         self._fsdp.set_requires_gradient_sync(is_last)
         (task,) = self.split_over_threads(batch, num_tokens, seeds)
-        self.seed_gpu(task)
-        with dropout.dropout_seeds(task.seed):
+        with self.seeded(task):
             return [self._must_fit(lambda: _backward(self._loss_model(task.batch), task))]
 
 

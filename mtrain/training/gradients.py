@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch, UpdateBatches
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
-from mtrain.ops import dropout
+from mtrain.ops.dropout import dropout_seeds
 from mtrain.runtime.threads import ThreadPool
 from mtrain.training.loss import LossSum, loss_of
 
@@ -179,16 +180,18 @@ class Gradients:
 
     def backward(self, task: GradientTask) -> GradientPart:
         """Compute the loss sums and gradients of a task; leave `parameter.grad` unchanged."""
-        self.seed_gpu(task)
-        with dropout.dropout_seeds(task.seed):
+        with self.seeded(task):
             sums = loss_of(self.model, task.batch, self.config)
             grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
         return GradientPart(sums, grads)
 
-    def seed_gpu(self, task: GradientTask) -> None:
-        """Seed the GPU's generator, which PyTorch's dropout uses."""
+    @contextmanager
+    def seeded(self, task: GradientTask) -> Iterator[None]:
+        """Draw dropout masks from the task's seed; on a GPU, PyTorch's generator draws them."""
         if self.device.type == "cuda" and task.seed is not None:
             torch.cuda.manual_seed(task.seed)
+        with dropout_seeds(task.seed):
+            yield
 
     def _accumulate(self, grads: tuple[Tensor, ...]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):
