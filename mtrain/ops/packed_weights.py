@@ -85,7 +85,7 @@ class PackedWeights:
 
     Attributes:
         weight: the parameter that was packed.
-        precision: of the copy.
+        functions, precision: of the copy.
         tiles: the copy for compiled functions; None without them.
         scan: of an output layer only: a second copy, to find the best token.
     """
@@ -105,7 +105,7 @@ class PackedWeights:
             self._rounded_MK = own_MK.bfloat16()
         elif precision == "int8":
             self._rounded_MK, self._scales_M = quantise(own_MK)
-        self._functions = functions
+        self.functions = functions
         self.tiles = None if functions is None else pack_rows(self._rounded_MK, functions)
         if self.tiles is not None and self._scales_M is not None:
             missing = self.tiles.shape[0] * self.tiles.shape[2] - len(weight)
@@ -147,16 +147,16 @@ class PackedWeights:
 
     def rows(self, ids: Sequence[Ints]) -> list[PackedRows]:
         """Pack the rows of several lists of ids, each in tiles of its own."""
-        if self._functions is None or self.tiles is None:
+        if self.functions is None or self.tiles is None:
             return [PackedRows(ids_C, None, None) for ids_C in ids]
-        width, group_size = self._functions.tile_columns, self.tiles.shape[1]
+        width, group_size = self.functions.tile_columns, self.tiles.shape[1]
         ends = np.cumsum([-(-len(ids_C) // width) * width for ids_C in ids])
         starts = [0, *ends[:-1].tolist()]
         padded_R = np.zeros(ends[-1], np.int64)
         for start, ids_C in zip(starts, ids, strict=True):
             padded_R[start : start + len(ids_C)] = ids_C
         rows_R = torch.from_numpy(padded_R)
-        tiles = pack_rows(self._rounded_MK[rows_R], self._functions)
+        tiles = pack_rows(self._rounded_MK[rows_R], self.functions)
         packed = [tiles, *(each[rows_R] for each in self._padded)]
         sizes = [4 * group_size, *(4 for _ in self._padded)]  # bytes of a row
         packed_rows = []
@@ -177,14 +177,14 @@ class PackedWeights:
         product = sums * (scales[..., None] * self._scales_M)
         return product if bias is None else product + bias
 
-    def make_scan(self, functions: Functions, precision: Precision) -> RoundedCopy | None:
+    def make_scan(self, precision: Precision) -> RoundedCopy | None:
         """Return a copy in a precision, with error bounds that keep the best token exact.
 
         Returns:
             None if the weights are not finite.
         """
         own_MK, num_features = self.weight.detach(), self.weight.shape[1]
-        packed = PackedWeights(self.weight, functions, precision)
+        packed = PackedWeights(self.weight, self.functions, precision)
         if packed.precision != precision:
             return None
         rounded_MK = packed._rounded_MK.float()

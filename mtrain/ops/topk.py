@@ -39,17 +39,16 @@ class Projection(Linear):
         """
         super().pack_weights(precision)
         packed = self._packed
-        functions = None if packed is None else functions_for(packed.weight, is_training=True)
-        if packed is None or functions is None:
+        if packed is None or packed.functions is None:
             return
         if packed.precision != "float32":
             packed.scan = RoundedCopy(packed)
-        elif functions.has_fast_int8():
-            packed.scan = packed.make_scan(functions, "int8")
+        elif packed.functions.has_fast_int8():
+            packed.scan = packed.make_scan("int8")
         else:
             bf16_functions = functions_for(torch.empty(1, dtype=torch.bfloat16), is_training=True)
             if bf16_functions is not None and bf16_functions.has_fast_matmul():
-                packed.scan = packed.make_scan(functions, "bfloat16")
+                packed.scan = packed.make_scan("bfloat16")
 
     def packed_for_search(self, states_ND: Tensor) -> PackedWeights | None:
         """Return the packed weights if they can multiply `states_ND`, and there are no hooks."""

@@ -189,7 +189,7 @@ def test_the_logit_errors_of_a_compiled_scan_are_within_its_bounds(one_thread, p
     projected.weight.copy_(normal(150, width, seed=3) * torch.linspace(0.1, 3, 150)[:, None])
     projected.weight[:, 0] *= 20
     states[:25, 0] *= 20
-    scan = PackedWeights(projected.weight, functions).make_scan(functions, precision)
+    scan = PackedWeights(projected.weight, functions).make_scan(precision)
     assert scan is not None
     assert scan.bounds_2U is not None
     if precision == "int8":
