@@ -21,23 +21,27 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     """Return the device `name`, the value of the setting `key`; `auto` takes a GPU if there is one.
 
     Raises:
-        ConfigError: if there is no such device here.
+        ConfigError: if there is no such device here, or it cannot be used.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # an unusable device fails here
-    except (RuntimeError, AssertionError, ImportError):
+    except (RuntimeError, AssertionError, ImportError) as error:
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not re.fullmatch(r"cuda(:\d+)?", name):
+        gpu = re.fullmatch(r"cuda(?::(\d+))?", name)
+        if not gpu:
             problem = f"must be auto, cpu, cuda or cuda:N, but is {name!r} instead"
-        elif num_gpus:
+        elif not num_gpus:
+            problem = f"is {name!r}, but no CUDA GPU was found here; use cpu or auto"
+        elif int(gpu[1] or 0) < num_gpus:  # as when other processes take all of its memory
+            reason = str(error).partition("\n")[0].rstrip(".")
+            problem = f"is {name!r}, but this GPU cannot be used: {reason}; use cpu or another GPU"
+        else:
             problem = (
                 f"is {name!r}, but this machine has {count(num_gpus, 'CUDA GPU')}, from cuda:0 on"
             )
-        else:
-            problem = f"is {name!r}, but no CUDA GPU was found here; use cpu or auto"
         raise ConfigError(f"`{key}` {problem}.") from None
     return device
 

@@ -414,6 +414,26 @@ def test_a_missing_gpu_is_refused(
     assert str(error.value) == f"`device` is 'cuda:99', but {what}"
 
 
+@pytest.mark.parametrize(("name", "shown"), [("auto", "cuda"), ("cuda:0", "cuda:0")])
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, name: str, shown: str
+) -> None:
+    """As when other processes take all of its memory."""
+
+    def zeros(size: int, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nFor debugging consider passing ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(ConfigError) as error:
+        translator_module.pick_device(name)
+    assert str(error.value) == (
+        f"`device` is {shown!r}, but this GPU cannot be used: CUDA error: out of memory; use cpu "
+        "or another GPU."
+    )
+
+
 @pytest.fixture(scope="module")
 def twin(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """The same run with other weights: noise is added to every tensor."""
