@@ -195,7 +195,8 @@ class Trainer:
         `last_step` limits a replay; it has a final validation only if the training is finished.
         """
         progress = self.state.progress
-        self.signals, self.clock = signals, time.monotonic() - progress.elapsed_s
+        self.state.meter.started = time.monotonic()  # without the memory probe, which compiles
+        self.signals, self.clock = signals, self.state.meter.started - progress.elapsed_s
         self.log.open_bar(self._budget_spent())
         while not self._is_finished() and progress.step != last_step:
             self._enter_phase()

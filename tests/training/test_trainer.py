@@ -9,11 +9,13 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from mtrain.evaluation.metrics import bleu
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.run import checkpoint
+from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import ProcessGroup
@@ -1436,3 +1439,26 @@ def test_tokens_before_a_stop_count_for_the_loss_but_not_for_the_speed(
     window.add(100.0, 50.0, 100)
     clock = 104.0
     assert window.rates() == (2.0, 1.25, 25.0)
+
+
+def test_the_logged_speed_leaves_out_the_time_before_the_first_update(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, log_step = trainer_module.Trainer.probe_memory, TrainingLogger.log_step
+    probed: list[float] = []
+    began: list[float] = []
+
+    def noted_probe(trainer: Trainer) -> None:
+        probe(trainer)
+        probed.append(time.monotonic())
+
+    def noted_log_step(
+        logger: TrainingLogger, progress: Progress, meter: RunningMeter, *others: Any
+    ) -> None:
+        began.append(meter.started)
+        log_step(logger, progress, meter, *others)
+
+    monkeypatch.setattr(trainer_module.Trainer, "probe_memory", noted_probe)
+    monkeypatch.setattr(TrainingLogger, "log_step", noted_log_step)
+    train(source, "training.max_steps=2", run=str(tmp_path / "run"))
+    assert probed[0] <= began[0]
