@@ -11,11 +11,15 @@ from mtrain.runtime.device import compute_dtype, pick_device, processor
 
 
 def describe() -> Iterator[str]:
-    """Yield versions, and the device and precision that `auto` selects."""
-    device = pick_device("auto")
-    dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
+    """Yield versions, and the device and precision that `auto` selects.
+
+    Raises:
+        ConfigError: after the versions, if the GPU cannot be used.
+    """
     yield f"python     {platform.python_version()}"
     yield f"torch      {torch.__version__}"
+    device = pick_device("auto")
+    dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     yield f"device     {_device(device)}"
     yield f"precision  {dtype} in training, float32 in translation, unless asked otherwise"
 

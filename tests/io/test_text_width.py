@@ -12,8 +12,9 @@ import torch
 from conftest import Cli, open_terminal, sent_to_a_terminal
 from tasks import tiny_tree, write_config, write_task
 
-import mtrain.runtime
+import mtrain.runtime.versions
 from mtrain.data.prepare import ParallelLines
+from mtrain.errors import ConfigError
 from mtrain.io.text_width import fitted
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -55,6 +56,19 @@ def test_version_is_printed_even_if_torch_cannot_be_loaded(
     assert outcome.code == 2
     assert outcome.lines[0].split() == ["mtrain", mtrain.__version__]
     assert outcome.lines[1].startswith("torch      cannot be loaded: ")
+
+
+def test_version_is_printed_even_if_the_gpu_cannot_be_used(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> torch.device:
+        raise ConfigError("`device` is 'cuda', but this GPU cannot be used.")
+
+    monkeypatch.setattr(mtrain.runtime.versions, "pick_device", refuse)
+    outcome = cli("--version")
+    assert outcome.code == 2
+    assert [line.split()[0] for line in outcome.lines] == ["mtrain", "python", "torch"]
+    assert outcome.err == "mtrain: `device` is 'cuda', but this GPU cannot be used.\n"
 
 
 def test_the_progress_bar_fits_80_columns_and_is_not_coloured(tmp_path: Path) -> None:
