@@ -75,6 +75,9 @@ class BatchedMuon(UncompiledOptimizer):
     def __init__(self, matrices: Iterable[Tensor], weight_decay: float) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
+        for group in self.param_groups:
+            for matrix in group["params"]:  # now, because a checkpoint may follow a skipped update
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the matrices; there is no closure."""
@@ -105,7 +108,7 @@ class BatchedMuon(UncompiledOptimizer):
         """
         lr, factor = group["lr"], 1.0 if found_inf is None else 1 - found_inf
         grads = [matrix.grad for matrix in matrices if matrix.grad is not None]
-        buffers = [self._momentum_buffer(matrix) for matrix in matrices]
+        buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
         if found_inf is not None:
             stacks = torch.stack(buffers), torch.stack(grads)
             grads = list(torch.where(found_inf.bool(), *stacks))
@@ -120,13 +123,6 @@ class BatchedMuon(UncompiledOptimizer):
         if group["weight_decay"]:
             torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"] * factor)
         torch._foreach_sub_(matrices, list(updates_NAB))
-
-    def _momentum_buffer(self, matrix: Tensor) -> Tensor:
-        state = self.state[matrix]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
 
 
 def orthogonalised(matrix_NAB: Tensor) -> Tensor:

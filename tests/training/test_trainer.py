@@ -1008,6 +1008,17 @@ def test_resuming_between_skipped_updates_equals_uninterrupted_training(
     assert timeless(run) == timeless(whole)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_resuming_when_every_update_was_skipped_equals_uninterrupted_training(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, optimizer: str
+) -> None:
+    spoil(monkeypatch, {1, 2}, float("nan"))
+    chosen = f"training.optimizer={optimizer}"
+    whole = train(source, chosen, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 2, chosen)
+    assert weights(run) == weights(whole)
+
+
 def test_ten_skipped_updates_in_a_row_end_the_run_and_keep_its_last_checkpoint(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
