@@ -623,7 +623,8 @@ def load(
             log-probability of the source, too (noisy-channel reranking).
         rerank_weight: the weight of that log-probability; None is 0.3.
         engine: `ctranslate2` translates with CTranslate2, from an export of the run that is written
-            into the run folder on first use. It supports a single run, and no sampling,
+            into the run folder on first use. It supports a single run on the CPU, without
+            `checkpoint`, `precision`, `shortlist` and `rerank_with`, and no sampling,
             alternatives, prefixes, alignments, `mbr`, `early_stop` and `no_repeat_ngram`;
             log-probabilities are those of whole translations only.
 
