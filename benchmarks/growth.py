@@ -98,12 +98,12 @@ def train(point: Point, seconds: float) -> Cost:
     """Make updates for some seconds, after one that does not count; take the median update."""
     import torch
 
-    from mtrain.config.sections import ModelConfig
+    from mtrain.config.sections import ModelConfig, TrainingConfig
     from mtrain.data.batch import collate
     from mtrain.model.transformer import Transformer
     from mtrain.runtime import device
     from mtrain.runtime.process_settings import own_process
-    from mtrain.training.loss import label_smoothed
+    from mtrain.training.loss import loss_of
 
     own_process()
     device.keep_freed_memory()
@@ -117,6 +117,7 @@ def train(point: Point, seconds: float) -> Cost:
         num_decoder_layers=num_layers,
     )
     model = Transformer(config, point.vocabulary, point.vocabulary)
+    training = TrainingConfig()
     model.compute_dtype = device.compute_dtype("auto", torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     rows = max(1, point.batch_tokens // point.length)
@@ -126,15 +127,7 @@ def train(point: Point, seconds: float) -> Cost:
     started = time.monotonic()
     while len(took) < MIN_UPDATES + 1 or time.monotonic() - started < seconds:
         before = time.monotonic()
-        states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-        sums = label_smoothed(
-            states_BTD,
-            model.output.weight,
-            batch.tgt_out_BT,
-            batch.tgt_keep_BT,
-            0.1,
-            batch.num_tgt_tokens,
-        )
+        sums = loss_of(model, batch, training)
         (sums.loss / batch.num_tgt_tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

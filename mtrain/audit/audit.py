@@ -333,15 +333,13 @@ def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
     """Yield the findings on whole files."""
     problems: dict[str, list[Entry]] = {}
     num_files = 0
-    num_pairs = Counter[str | None]()  # of each corpus of a mixture
-    for part in scan.reader.parts:
-        num_pairs[part.corpus] += part.num_pairs
+    empty_corpora = scan.reader.empty_corpora()
     for part in scan.reader.parts:
         for notes in part.notes:
             num_files += 1
             for name, problem in _file_problems(part, notes, data):
                 problems.setdefault(name, []).append({"file": notes.path, "problem": problem})
-            if not num_pairs[part.corpus]:
+            if part.corpus in empty_corpora:
                 problems.setdefault("empty", []).append({"file": notes.path, "problem": "no pairs"})
     for severity, file_rules in _FILE_RULES.items():
         for name, (what, advice) in file_rules.items():

@@ -152,14 +152,18 @@ class Reader:
         Raises:
             DataError: if a corpus had none.
         """
-        first_paths: dict[str, str] = {}
-        sizes: Counter[str] = Counter()
+        for corpus, part in self.empty_corpora().items():
+            raise DataError(
+                f"`{corpus or name}` must have at least one pair, but {part.src.path} is empty."
+            )
+
+    def empty_corpora(self) -> dict[str | None, FilePair]:
+        """Return the first part of each corpus without pairs, by the corpus's name in a mixture."""
+        sizes, first_parts = Counter[str | None](), dict[str | None, FilePair]()
         for part in self.parts:
-            first_paths.setdefault(part.corpus or name, part.src.path)
-            sizes[part.corpus or name] += part.num_pairs
-        for key, path in first_paths.items():
-            if not sizes[key]:
-                raise DataError(f"`{key}` must have at least one pair, but {path} is empty.")
+            sizes[part.corpus] += part.num_pairs
+            first_parts.setdefault(part.corpus, part)
+        return {corpus: part for corpus, part in first_parts.items() if not sizes[corpus]}
 
     def _read_lines(self, part: FilePair, advance: Advance) -> Iterator[_Row]:
         read = self._strict_lines if self._is_strict else _lenient_lines

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from tasks import REPOSITORY, write
 
 from mtrain.config import config_file
+from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import collate
 from mtrain.decode.translator import load
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.training.loss import label_smoothed
+from mtrain.training.loss import loss_of
 
 DIRECTORY = REPOSITORY / "configs" / "variants"
 VARIANTS = sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
@@ -162,12 +163,7 @@ def test_the_loss_does_not_depend_on_the_id_used_for_padding(train: Any) -> None
     for pad in (special.pad, 1):
         batch = collate(src, tgt, pad, special.bos, special.eos)
         assert (batch.src_BS[~batch.src_keep_BS] == pad).all() and not batch.src_keep_BS.all()
-        states_BTD = translator.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-        weight_VD, num_tokens = translator.model.output.weight, batch.num_tgt_tokens
-        sums = label_smoothed(
-            states_BTD, weight_VD, batch.tgt_out_BT, batch.tgt_keep_BT, 0.1, num_tokens
-        )
-        losses.append(sums.loss.item())
+        losses.append(loss_of(translator.model, batch, TrainingConfig()).loss.item())
     assert losses[0] == losses[1]
 
 

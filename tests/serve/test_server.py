@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 from fork_server import MtrainProcess
-from serving import JSON, Client, running, with_languages
+from serving import JSON, Answer, Client, running, with_languages
 from tasks import copy_task
 
 import mtrain
@@ -106,6 +106,15 @@ def test_sigterm_and_sigint_end_the_server_with_128_plus_the_signal_number(
         assert process.wait(timeout=30) == 128 + number
 
 
+def ask(client: Client) -> tuple[threading.Thread, list[Answer]]:
+    """Start a thread that asks for a translation and adds the answer to the list."""
+    answers: list[Answer] = []
+    body = {"q": TEXT, "source": "en", "target": "de"}
+    thread = threading.Thread(target=lambda: answers.append(client.post("/translate", body)))
+    thread.start()
+    return thread, answers
+
+
 def test_a_running_translation_is_finished_when_the_server_stops(
     pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,11 +127,8 @@ def test_a_running_translation_is_finished_when_the_server_stops(
         return translate(self, *arguments, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(mtrain.Model, "translate", waiting)
-    answers = []
     with running(pair_models) as client:
-        body = {"q": TEXT, "source": "en", "target": "de"}
-        thread = threading.Thread(target=lambda: answers.append(client.post("/translate", body)))
-        thread.start()
+        thread, answers = ask(client)
         assert has_begun.wait(30)
         client.stop()
         while client.takes_connections():
@@ -144,11 +150,8 @@ def test_a_translation_that_is_cut_off_when_the_server_stops_is_answered_503(
 
     monkeypatch.setattr(mtrain.Model, "translate", waiting)
     monkeypatch.setattr("mtrain.serve.server._GRACE_S", 0)
-    answers = []
     with running(pair_models) as client:
-        body = {"q": TEXT, "source": "en", "target": "de"}
-        thread = threading.Thread(target=lambda: answers.append(client.post("/translate", body)))
-        thread.start()
+        thread, answers = ask(client)
         assert has_begun.wait(30)
         client.stop()
         thread.join(30)
