@@ -51,7 +51,8 @@ def fresh(path: str) -> Path:
 def timed(command: list[str]) -> None:
     """Run a command; print its wall time and the peak memory of its largest process."""
     started = time.monotonic()
-    subprocess.run(command, check=True)
+    if code := subprocess.run(command, check=False).returncode:
+        sys.exit(code)
     seconds = time.monotonic() - started
     peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(f"{' '.join(command[2:])}: {seconds:.0f} s, {peak_mib:.0f} MiB", flush=True)

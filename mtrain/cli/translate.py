@@ -158,8 +158,8 @@ def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
     refuse_ranks("mtrain translate --engine ctranslate2")
     for key in context.params:
         is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
-        is_off = context.params[key] == "none"  # `--mbr none`
-        if is_given and not is_off and key not in _OF_CTRANSLATE2:
+        is_default = context.params[key] in ("none", "auto", "cpu")
+        if is_given and not is_default and key not in _OF_CTRANSLATE2:
             options.refuse("--engine ctranslate2", {key: True})
     if len(runs) > 1:
         raise ConfigError(f"`--engine ctranslate2` must have one run, but has {len(runs)} instead.")

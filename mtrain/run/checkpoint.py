@@ -314,7 +314,7 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
     Raises:
         RunError: if there are checkpoints, but none to resume from; then nothing is changed.
     """
-    damaged: list[Path] = []
+    damaged: dict[Path, RunError] = {}
     saved = steps(directory)
     for path in reversed(saved.values()):
         try:
@@ -322,16 +322,18 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             if not is_resumable(path):
                 break
         except RunError as error:
-            warn(f"{error} The checkpoint before it is taken.")
-            damaged.append(path)
+            damaged[path] = error
             continue
-        for damaged_path in damaged:
+        for damaged_path, reason in damaged.items():
+            warn(f"{reason} The checkpoint before it is taken.")
             number, renamed = 1, damaged_path.with_name(f"damaged-{damaged_path.name}")
             while renamed.exists():
                 number += 1
                 renamed = damaged_path.with_name(f"damaged-{damaged_path.name}-{number}")
             damaged_path.replace(renamed)
         return path
+    for reason in damaged.values():
+        warn(str(reason))
     if saved:
         raise RunError(
             f"{directory}: holds {count(len(saved), 'checkpoint')}, but none that is whole, with "

@@ -58,8 +58,9 @@ class RunDir:
         first part is finished.
 
         Raises:
-            RunError: if another process holds it.
+            RunError: if another process holds it, or the path is that of a file.
         """
+        self._check_no_file()
         path = self._work_dir
         with writable_dir(path), self._alone(path / LOCK_FILE, "tokenizing"):
             sweep(self.data_dir)
@@ -181,8 +182,7 @@ class RunDir:
         Raises:
             RunError: if not.
         """
-        if self.path.is_file():
-            raise RunError(f"{self.path}: must be a run folder, but is a file instead.")
+        self._check_no_file()
         if not self.path.is_dir():
             raise RunError(f"{self.path}: must be a run folder, but does not exist.")
         if not self.config_path.is_file():
@@ -190,3 +190,7 @@ class RunDir:
                 f"{self.path}: must be a run folder, but has no {self.config_path.name}; "
                 "`mtrain train CONFIG` makes one."
             )
+
+    def _check_no_file(self) -> None:
+        if self.path.is_file():
+            raise RunError(f"{self.path}: must be a run folder, but is a file instead.")

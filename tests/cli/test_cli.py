@@ -562,6 +562,8 @@ def test_a_run_path_that_is_missing_or_a_file_is_reported(
     path.write_text("a file")
     said = error_line(cli(verb, path))
     assert said == f"{path}: must be a run folder, but is a file instead."
+    said = error_line(cli("train", write_task(tmp_path), "--run", path))
+    assert said == f"{path}: must be a run folder, but is a file instead."
 
 
 @pytest.mark.parametrize("verb", ["translate", "eval"])

@@ -793,7 +793,7 @@ def test_the_ctranslate2_engine_exports_once_and_again_after_the_weights_change(
                 {name: 1.0001 * weight for name, weight in weights.model.named_parameters()},
                 weights.tokenizer.fingerprint(),
             )
-        options = ["--engine", "ctranslate2", "--beam", beam]
+        options = ["--engine", "ctranslate2", "--device", "cpu", "--beam", beam]
         outcome = cli("translate", run.path, *options, stdin=b"ba ce di\n")
         assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
         said.append("writing, then checking" in outcome.err)
@@ -959,7 +959,7 @@ def test_the_ctranslate2_engine_does_not_replace_a_folder_that_is_not_an_export(
         ["--sample"],
         ["--checkpoint", "5"],
         ["--batch-tokens", "100"],
-        ["--device", "cpu"],
+        ["--device", "cuda"],
         ["--precision", "bfloat16"],
     ],
     ids=lambda options: options[0],

@@ -365,8 +365,11 @@ def test_training_does_not_resume_from_a_checkpoint_without_optimizer_state(tmp_
     for step in (30, 20):
         assert checkpoint.newest_whole(tmp_path, str).name == f"step-000000{step}"
         (checkpoint.path_of(tmp_path, step) / "model.safetensors").write_bytes(b"")
+    said: list[str] = []
     with pytest.raises(RunError) as error:
-        checkpoint.newest_whole(tmp_path, str)
+        checkpoint.newest_whole(tmp_path, said.append)
+    damaged = checkpoint.path_of(tmp_path, 20) / "model.safetensors"
+    assert said == [f"{damaged}: is damaged: its checksum is another."]
     assert str(error.value) == (
         f"{tmp_path}: holds 2 checkpoints, but none that is whole, with the optimizer's state; "
         "restore one from a copy, or delete the folder to train from the beginning."
