@@ -17,6 +17,8 @@ from typing import Any
 import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -60,7 +62,7 @@ _STYLE: dict[str, Any] = {
     "image.cmap": "cividis",
     "image.interpolation": "none",
     "legend.fontsize": 8,
-    "savefig.dpi": 130,
+    "figure.dpi": 130,
     "svg.hashsalt": "mtrain",
     "text.parse_math": False,  # a dollar sign begins no formula
     "xtick.labelsize": 8,
@@ -99,9 +101,9 @@ def encode(draw_figure: Callable[[], Figure]) -> dict[str, bytes]:
     """Return the picture as PNG and as SVG, with the same bytes on each call."""
     with matplotlib.style.context(["default", _STYLE | {"font.family": fonts()}]):
         figure, png, svg = draw_figure(), io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", pil_kwargs={"optimize": True})
+        FigureCanvasAgg(figure).print_png(png, pil_kwargs={"optimize": True})  # type: ignore[no-untyped-call]
         figure.set_layout_engine("none")  # keep the layout of the PNG
-        figure.savefig(svg, format="svg", metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})  # type: ignore[no-untyped-call]
     return {"png": png.getvalue(), "svg": svg.getvalue()}
 
 

@@ -147,7 +147,7 @@ def draw_heatmaps(
         for wrapped_line in textwrap.wrap(note, max_chars, max_lines=3, placeholder=" …")
     ]
     figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", size=_NOTE_PT, wrap=True)
-    figure.draw_without_rendering()
+    engine.execute(figure)
     box = figure.axes[0].get_window_extent()
     figure.set_size_inches(
         max(full_width + across * (width - box.width / figure.dpi), _MIN_WIDTH),
