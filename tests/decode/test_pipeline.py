@@ -688,9 +688,9 @@ def test_a_translation_that_reached_the_length_limit_is_flagged(translator: Tran
 def looping() -> Translator:
     """An untrained model, some of whose translations loop."""
     tokenizer = vocabularies()
-    torch.manual_seed(3)
+    torch.manual_seed(4)
     model = build_model(model_config(), tokenizer)
-    randomise(model, 3)
+    randomise(model, 4)
     options = DecodingOptions(beam=2, max_extra_tokens=12)
     return Translator([model.eval()], tokenizer, options, torch.device("cpu"))
 
@@ -709,9 +709,10 @@ def test_a_line_whose_translation_loops_is_searched_again_without_repeated_trigr
 ) -> None:
     retrying = with_options(looping, beam=beam)
     plain = with_options(looping, beam=beam, retry_flagged=False)
-    first, second = (stream(own, [SRC_LINES[:50]], ignore, stats=None) for own in (plain, retrying))
+    lines = [" ".join(line.split()[: 1 + index % 5]) for index, line in enumerate(SRC_LINES[:20])]
+    first, second = (stream(own, [lines], ignore, stats=None) for own in (plain, retrying))
     is_loop = ["loop" in flags for flags in flags_of(first)]
-    assert any(is_loop)
+    assert set(is_loop) == {False, True}
     assert not any("retried" in flags for flags in flags_of(first))
     for had_loop, before, after in zip(is_loop, first, second, strict=True):
         flags = set(after.best[0].flags)
