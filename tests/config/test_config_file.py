@@ -633,7 +633,7 @@ def test_a_run_dir_of_unusual_text_survives_saving(minimal: Path, run: str) -> N
 @given(
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     betas=st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
-    seed=st.integers(min_value=0, max_value=2**63),
+    seed=st.integers(min_value=0, max_value=2**63 - 1),
     lang=st.text(st.characters(codec="utf-8"), min_size=1),
 )
 def test_any_valid_config_survives_a_dump(
