@@ -339,7 +339,7 @@ def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
             num_files += 1
             for name, problem in _file_problems(part, notes, data):
                 problems.setdefault(name, []).append({"file": notes.path, "problem": problem})
-            if part.corpus in empty_corpora:
+            if part.corpus in empty_corpora and _is_read(part):
                 problems.setdefault("empty", []).append({"file": notes.path, "problem": "no pairs"})
     for severity, file_rules in _FILE_RULES.items():
         for name, (what, advice) in file_rules.items():
@@ -349,12 +349,15 @@ def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
                 yield AuditFinding(scan.name, name, severity, what, advice, *sizes, training, files)
 
 
+def _is_read(part: FilePair) -> bool:
+    return not (part.src.problem or part.tgt.problem)
+
+
 def _file_problems(part: FilePair, notes: FileNotes, data: DataConfig) -> Iterator[tuple[str, str]]:
     """Yield the name and a description of each problem of a file."""
-    is_whole = not (part.src.problem or part.tgt.problem)
     if notes.problem:
         yield "unreadable", notes.problem
-    if is_whole and part.src.num_lines != part.tgt.num_lines:
+    if _is_read(part) and part.src.num_lines != part.tgt.num_lines:
         yield "unequal-lines", count(notes.num_lines, "line")
     if notes.num_faults:
         rows = count(notes.num_faults, "row")

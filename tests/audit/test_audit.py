@@ -202,7 +202,16 @@ def test_every_unreadable_file_is_reported_with_its_problem(cli: Cli, tmp_path: 
     )
     assert missing == {"file": str(tmp_path / "train.src"), "problem": "No such file or directory"}
     assert "gzip data is cut off or damaged" in damaged["problem"]
-    assert found["train.empty"]["severity"] == "error"
+    assert "train.empty" not in found
+    tree["data"]["train"]["src"] *= 3
+    tree["data"]["train"]["tgt"] *= 3
+    lines = cli("check", write_config(config, tree)).lines
+    at = lines.index(
+        "error    train: files that cannot be read: 3 (50.0%); training refuses them", 3
+    )
+    page = "".join(line.strip() for line in lines[at + 1 : lines.index("", at)])
+    missed = f"{tmp_path / 'train.src'}: No such file or directory"
+    assert page.replace(" ", "").startswith((2 * missed + "and 1 more file").replace(" ", ""))
 
 
 def test_an_empty_corpus_of_a_mixture_is_an_error(cli: Cli, tmp_path: Path) -> None:
@@ -388,6 +397,9 @@ def test_a_test_source_leaks_if_training_has_it_with_another_target(
     leak = by_name(json.loads((tmp_path / "run" / "check" / "report.json").read_text("utf-8")))
     entry = leak["tests.held_out.source-in-train"]["examples"][0]
     assert (entry["times"], entry["exact_times"], entry["first"]["line"]) == (1, 1, 601)
+    text.train = text.train[540:]
+    page = " ".join(cli("check", write_planted(tmp_path, text)).out.decode().split())
+    assert "70 of 130 pairs share a side with held-out text: too many to drop." in page
 
 
 def test_a_leaked_side_is_first_found_in_the_training_file_of_that_side(
@@ -572,6 +584,10 @@ def test_with_a_tokenizer_the_check_also_reports_long_pairs_and_unknown_pieces(
     assert valid["coverage"][0]["unknown_share"] > 0 == valid["coverage"][1]["unknown_share"]
     page = cli("check", config).out.decode()
     assert "\ncorpora  train: 300 pairs; training drops 1 (max-tokens 1) and keeps 299\n" in page
+    note = "In scripts without spaces, each letter counts as a word."
+    assert note not in page
+    defects.write_pairs(tmp_path, "train", [Pair("日本日本", "ba")] * 300)
+    assert note in cli("check", config).lines
 
 
 def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
