@@ -113,6 +113,21 @@ def test_an_element_without_aligned_words_still_encloses_a_word() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "text", "expected"),
+    [
+        ("one <img> two<br>", "eins zwei", "<img>eins zwei<br>"),
+        ("<b>one</b>", "", "<b></b>"),
+        ("<pre>a<pre>b</pre>c</pre>one", "eins", "<pre>a<pre>b</pre>c</pre>eins"),
+    ],
+    ids=["no alignment", "no words", "nested"],
+)
+def test_no_markup_is_lost_without_words_to_align_it_with(
+    source: str, text: str, expected: str
+) -> None:
+    assert HtmlText(source).join([Translation(text, alignment=())]) == expected
+
+
 def test_markup_in_the_model_output_is_escaped() -> None:
     document = HtmlText("<p>one</p>")
     written = "<script>alert(1)</script> & &lt;"
