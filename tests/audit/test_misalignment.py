@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from builders import DEMO_DIR
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mtrain.audit import misalignment
@@ -54,6 +54,7 @@ def plain_rises(evidence: list[float]) -> list[tuple[int, int]]:
     return found + ([(start, peak_at)] if peak else [])
 
 
+@example([12, 12, 12, -12, -12, -12, 3, -4, 12, 12, 12, -3], 7)  # two rises
 @given(st.lists(st.integers(-12, 12), max_size=60), st.sampled_from([1, 7, 100]))
 def test_the_cusum_test_equals_a_loop_for_every_window_size(steps: list[int], size: int) -> None:
     evidence = [float(step) for step in steps]
