@@ -329,6 +329,27 @@ def test_nan_logits_end_the_call_with_an_error(translator: Translator) -> None:
             wait()
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling()], ids=["beam", "sampling"])
+def test_an_error_of_a_decoding_step_ends_its_call_and_no_later_one(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch, sampling: Sampling | None
+) -> None:
+    decoder = translator.with_options(replace(translator.options, sampling=sampling))
+    group = sources(translator, LINES[:3])
+    expected = decoder.search(group)
+
+    def failing(ids_N: torch.Tensor, state: object) -> object:
+        raise RuntimeError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(translator.ensemble, "step", failing)
+        step_by_step(translator, patch)
+        with pytest.raises(RuntimeError, match="no memory is left"):
+            decoder.search(group)
+    wait_for_search_threads()
+    assert not any(worker.load() for worker in translator.shared_search._workers)
+    assert decoder.search(group) == expected
+
+
 def test_waiting_groups_are_encoded_in_one_batch_and_an_encoding_error_ends_only_its_call(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
