@@ -377,6 +377,22 @@ def test_training_does_not_resume_from_a_checkpoint_without_optimizer_state(tmp_
     assert list(checkpoint.steps(tmp_path)) == [10, 20]
 
 
+def test_a_manifest_of_another_format_or_without_a_checksum_is_refused(tmp_path):
+    path = save(tmp_path) / "checkpoint.json"
+    manifest = json.loads(path.read_bytes())
+    path.write_text(json.dumps(manifest | {"format": "9"}), encoding="utf-8")
+    with pytest.raises(RunError, match="must be in mtrain's format 1, but is in '9' instead"):
+        checkpoint.check(path.parent)
+    for name in manifest["sha256"]:
+        others = {other: digest for other, digest in manifest["sha256"].items() if other != name}
+        path.write_text(json.dumps(manifest | {"sha256": others}), encoding="utf-8")
+        if name == "optimizer.safetensors":
+            checkpoint.check(path.parent)
+            continue
+        with pytest.raises(RunError, match="is missing or damaged"):
+            checkpoint.check(path.parent)
+
+
 def test_one_damaged_checkpoint_is_counted_in_the_singular(tmp_path):
     (save(tmp_path, 10) / "model.safetensors").write_bytes(b"")
     with pytest.raises(RunError, match="holds 1 checkpoint, but none that is whole"):
