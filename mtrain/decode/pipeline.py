@@ -272,7 +272,7 @@ class LineTranslator:
 
     def _describe_length(self, parts: list[LinePart], best: Translation) -> str:
         """Format whether a translation is short or long, and the token counts of both sides."""
-        num_tokens = sum(len(part.source.ids) for part in parts)
+        num_tokens = 1 + sum(len(part.source.ids) - 1 for part in parts)  # one eos
         is_short = self.stats is not None and len(best.tokens) < self.stats.most_ratio * num_tokens
         which = "short" if is_short else "long"
         return f"is very {which}: {count(len(best.tokens), 'token')} for {num_tokens:,}"

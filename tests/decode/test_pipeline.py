@@ -366,6 +366,16 @@ def test_the_warning_about_an_unusual_length_has_the_token_counts_of_both_sides(
     assert f" is very {which}: {num_tgt} tokens for {num_src}" in said[-1]
 
 
+def test_the_warnings_about_a_split_line_have_the_same_token_count(translator: Translator) -> None:
+    line, said = f"{' '.join(WORDS[:6] * 2)} .", []
+    num_src = num_tokens(line, translator)
+    splitting = with_options(translator, max_input_tokens=num_src // 2)
+    stats = USUAL._replace(least_ratio=9.0, most_ratio=9.0, share_copied=1.0)
+    stream(splitting, [[line]], said.append, stats=stats)
+    assert f"line 1: has {num_src} tokens; translated in 3 parts." in said
+    assert f" tokens for {num_src}" in said[-1]
+
+
 # Long lines
 
 TWO = "ba ce. di fo gu!"  # the tokenizer was trained without punctuation
