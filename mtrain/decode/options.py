@@ -67,7 +67,7 @@ class DecodingOptions:
         rerank_weight: add this times the score of a model of the other direction to the scores of
             `beam` hypotheses or samples (noisy-channel reranking), before `mbr`; None does not.
         max_extra_tokens: a target may have this many tokens more than its source.
-        batch_tokens: the limit of a batch: source tokens times `beam`.
+        batch_tokens: the limit of a batch: source tokens times `beam`, or times the samples.
         num_best: translations of each line, best first; at most `beam` unless they are sampled.
         sampling: sample the translations instead of searching.
         seed: the seed of the samples.
@@ -143,6 +143,11 @@ class DecodingOptions:
         if self.mbr is None and self.rerank_weight is None:
             return self.num_best
         return max(self.num_best, self.beam)
+
+    @property
+    def num_targets(self) -> int:
+        """The number of targets of each source that are decoded together."""
+        return self.num_best if self.sampling is not None else self.beam
 
     @property
     def argmax_only(self) -> bool:

@@ -151,8 +151,9 @@ class SearchCall(Generic[S]):
             self.is_done.wait(min(self.limits.seconds_left(), threading.TIMEOUT_MAX))
 
     def num_cells(self, rows: Rows) -> int:
-        """Return the source positions of a padded group, times the beam."""
-        return max(len(self.sources[row].ids) for row in rows) * len(rows) * self.options.beam
+        """Return the source positions of a padded group, times the targets of each source."""
+        num_targets = self.options.num_targets
+        return max(len(self.sources[row].ids) for row in rows) * len(rows) * num_targets
 
 
 class _RunningSearch(Generic[S]):
@@ -175,7 +176,7 @@ class _RunningSearch(Generic[S]):
         group = groups[0][0].start([call.sources[row] for call, row in owners])
         self.owners |= dict(zip(self.search.admit(group), owners, strict=True))
         for call, row in owners:
-            self.num_cells += len(call.sources[row].ids) * call.options.beam
+            self.num_cells += len(call.sources[row].ids) * call.options.num_targets
 
     def advance(self) -> None:
         """Drop cancelled sentences, decode at least one position, and store ended sentences."""
@@ -195,7 +196,7 @@ class _RunningSearch(Generic[S]):
 
     def _remove(self, number: int) -> tuple[SearchCall[S], int]:
         call, row = self.owners.pop(number)
-        self.num_cells -= len(call.sources[row].ids) * call.options.beam
+        self.num_cells -= len(call.sources[row].ids) * call.options.num_targets
         return call, row
 
     def fail(self, error: BaseException) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tasks import copy_task
 
 from mtrain.decode import shared_search
 from mtrain.decode import translator as translator_module
-from mtrain.decode.beam import NUM_GROUPS, NotFiniteError
+from mtrain.decode.beam import NUM_GROUPS, Hypothesis, NotFiniteError
 from mtrain.decode.options import Sampling
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.shared_search import SearchCall, SearchLimits, SharedSearch, _Worker
@@ -24,6 +24,7 @@ from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
 PATIENCE_S = 60
+Draws = Generator[None, None, list[list[Hypothesis]]]
 LINES = [pair.src for pair in copy_task(40, 5)]
 TRANSLATE_IN_A_FORK = """
 import os, sys
@@ -205,6 +206,30 @@ def test_a_long_call_does_not_keep_a_short_one_waiting(
         num_steps = len(gate.num_rows)
         assert len(long.result()) == len(many)
     assert num_steps < 250 < len(gate.num_rows)
+
+
+def test_samples_that_are_drawn_side_by_side_fit_into_batch_tokens(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    own, num_samples = sources(translator, LINES), 40
+    budget = max(len(source.ids) for source in own) * num_samples * 2 * NUM_GROUPS
+    now_and_most = [0, 0]  # source positions times samples
+    sample = Translator._sample
+
+    def counted(self: Translator, group: list[EncodedSource]) -> Draws:
+        size = max(len(source.ids) for source in group) * len(group) * num_samples
+        now_and_most[0] += size
+        now_and_most[1] = max(now_and_most)
+        result = yield from sample(self, group)
+        now_and_most[0] -= size
+        return result
+
+    monkeypatch.setattr(Translator, "_sample", counted)
+    options = replace(translator.options, sampling=Sampling(), num_best=num_samples)
+    translator.with_options(replace(options, batch_tokens=budget)).search(own)
+    assert now_and_most[0] == 0
+    assert budget / 2 < now_and_most[1] <= budget
 
 
 def test_a_timeout_or_cancellation_ends_only_its_own_call(
