@@ -298,8 +298,7 @@ class Translator:
 
     def _groups(self, sources: Sequence[EncodedSource], rows: list[int]) -> list[list[int]]:
         """Cut rows, the longest source first, into groups that are admitted together."""
-        per_source = self.options.num_best if self.options.sampling else self.options.beam
-        max_cells = self.options.batch_tokens / (NUM_GROUPS * per_source)
+        max_cells = self.options.batch_tokens / (NUM_GROUPS * self.options.num_targets)
         return [rows[cut] for cut in _cut([len(sources[row].ids) for row in rows], max_cells)]
 
     @torch.inference_mode()
