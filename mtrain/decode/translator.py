@@ -491,7 +491,11 @@ def load(
         if len(folders) > 1 or device.type != "cpu":
             reason = f"the device is {device}" if len(folders) == 1 else f"{len(folders)} are named"
             raise ConfigError(f"`shortlist` must have one run on a CPU, but {reason}.")
+        if not loading.process_group.is_first:  # which learns and writes it
+            loading.process_group.barrier()
         translator.shortlist = shortlist.load(folders[0], tokenizers[0])
+        if loading.process_group.is_first:
+            loading.process_group.barrier()
     if loading.reverse is not None:
         translator.reverse = load(loading.reverse, None, replace(loading, step=None, reverse=None))
     return translator

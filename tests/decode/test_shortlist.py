@@ -17,7 +17,9 @@ from mtrain.decode import translator as translator_module
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import translate_lines
 from mtrain.errors import ConfigError, RunError
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import ProcessGroup
 
 EOS = 2
 LINES = ["ba ce di fo", "gu", "di ba", "ce ce fo gu ba di", "ba gu"]
@@ -88,6 +90,23 @@ def test_a_shortlist_is_learned_once_and_kept_in_the_run_folder(run: RunDir):
     assert second.shortlist is not None
     assert (first.shortlist.likely_SK == second.shortlist.likely_SK).all()
     assert (first.shortlist.is_always_V == second.shortlist.is_always_V).all()
+
+
+def test_another_rank_waits_for_the_first_which_learns_the_shortlist(run: RunDir):
+    path, times = run.path / "shortlist.safetensors", list[int]()
+
+    class SecondRank(ProcessGroup):
+        rank = 1
+
+        def barrier(self) -> None:
+            assert not path.exists()
+            load(run)
+            times.append(path.stat().st_mtime_ns)
+
+    options = replace(DecodingOptions.from_config(run.config), beam=4, shortlist="fast")
+    loading = LoadOptions(process_group=SecondRank())
+    assert translator_module.load(run, options, loading).shortlist is not None
+    assert times == [path.stat().st_mtime_ns]
 
 
 def test_a_model_that_was_loaded_without_a_shortlist_refuses_the_option(run: RunDir):
