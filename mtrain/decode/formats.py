@@ -125,7 +125,8 @@ class Translation:
             computed none.
         log_prob: the natural logarithm of the probability of the whole translation.
         score: `log_prob` divided by the length penalty.
-        alignment: pairs of source and target word, numbered from 0; None unless `with_alignment`.
+        alignment: pairs of source and target word, numbered from 0; None unless
+            `with_alignment`, but () for a blank line.
         flags: names of likely problems, such as loop or empty, sorted.
         alternatives: other translations of the line, best first, if `num_best` is above 1.
     """
@@ -170,7 +171,7 @@ def join(parts: Sequence[Translation]) -> Translation:
     for part in parts:
         if text and part.text and not _CJK_END.search(text, max(len(text) - _MAX_END, 0)):
             text += " "
-        firsts.append(len(text))
+        firsts.append(len(text) + len(part.text) - len(part.text.lstrip(" ")))  # before " \u2047"
         text += part.text
     links: tuple[Link, ...] | None = None
     if all(part.alignment is not None for part in parts):

@@ -178,6 +178,12 @@ def test_a_no_break_space_does_not_divide_target_words_in_alignment_links() -> N
     assert join([first, second]).alignment == (Link(0, 0), Link(1, 1))
 
 
+def test_a_part_that_begins_with_an_unknown_character_has_its_own_first_word() -> None:
+    first = translation(" \u2047 x", [-1.0], alignment=(Link(0, 0), Link(1, 1)))
+    second = translation(" \u2047 z", [-1.0], alignment=(Link(2, 0), Link(3, 1)))
+    assert join([first, second]).alignment == tuple(Link(word, word) for word in range(4))
+
+
 def test_joined_alignments_count_chinese_target_words_by_character() -> None:
     first = translation("你好", [-1.0], alignment=(Link(0, 0), Link(0, 1)))
     second = translation("z", [-1.0], alignment=(Link(1, 0),))
