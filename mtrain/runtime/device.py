@@ -25,17 +25,17 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if name != "cpu" and not gpu:
+        raise ConfigError(f"`{key}` must be auto, cpu, cuda or cuda:N, but is {name!r} instead.")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # an unusable device fails here
     except (RuntimeError, AssertionError, ImportError) as error:
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        gpu = re.fullmatch(r"cuda(?::(\d+))?", name)
-        if not gpu:
-            problem = f"must be auto, cpu, cuda or cuda:N, but is {name!r} instead"
-        elif not num_gpus:
+        if not num_gpus:
             problem = f"is {name!r}, but no CUDA GPU was found here; use cpu or auto"
-        elif int(gpu[1] or 0) < num_gpus:  # as when other processes take all of its memory
+        elif gpu and int(gpu[1] or 0) < num_gpus:  # as when other processes take all of its memory
             reason = str(error).partition("\n")[0].rstrip(".")
             problem = f"is {name!r}, but this GPU cannot be used: {reason}; use cpu or another GPU"
         else:

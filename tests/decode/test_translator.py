@@ -390,7 +390,7 @@ def test_pick_device_finds_cpu_or_cuda_and_refuses_unknown_names() -> None:
     assert translator_module.pick_device("auto").type == (
         "cuda" if torch.cuda.is_available() else "cpu"
     )
-    for name in ("tpu", "cpu:x", "", "meta"):
+    for name in ("tpu", "cpu:x", "cpu:1", "mps", "", "meta"):
         with pytest.raises(
             ConfigError, match=r"^`device` must be auto, cpu, cuda or cuda:N, but is"
         ):
