@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 _HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
 STOPPING = (signal.SIGINT, signal.SIGTERM, _HANGUP)
@@ -43,6 +44,7 @@ class Signals:
         self._received, self._may_repeat, self._stop = 0, may_repeat, stop
         in_main = threading.current_thread() is threading.main_thread()  # signal.signal needs it
         self._numbers = _not_ignored() if in_main else []
+        self._before: dict[int, Any] = {}  # the handlers that are replaced, by signal
 
     @property
     def received(self) -> int:
@@ -51,7 +53,9 @@ class Signals:
         return self._received or (int(signal.SIGTERM) if is_stopped else 0)
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        self._before = {number: signal.getsignal(number) for number in self._numbers}
+        for number in self._numbers:
+            signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
