@@ -38,7 +38,7 @@ Weights = dict[str, Tensor]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Line = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]  # printable
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-StepName = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
+StepName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,14})$")]
 
 
 class Progress(BaseModel):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders import model_config, transformer
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -443,6 +444,11 @@ def test_averaging_checkpoints_of_different_tokenizers_is_an_error(tmp_path):
 
 
 # Progress
+
+
+def test_a_step_with_leading_zeros_is_refused():
+    with pytest.raises(ValidationError, match="bleu_of_step"):
+        Progress.model_validate_json('{"step": 7, "bleu_of_step": {"007": 3.0}}')
 
 
 def test_best_steps_are_sorted_by_bleu_and_then_by_the_earlier_step():
