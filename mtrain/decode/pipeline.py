@@ -272,10 +272,13 @@ class LineTranslator:
 
     def _describe_length(self, parts: list[LinePart], best: Translation) -> str:
         """Format whether a translation is short or long, and the token counts of both sides."""
-        num_tokens = 1 + sum(len(part.source.ids) - 1 for part in parts)  # one eos
-        is_short = self.stats is not None and len(best.tokens) < self.stats.most_ratio * num_tokens
-        which = "short" if is_short else "long"
-        return f"is very {which}: {count(len(best.tokens), 'token')} for {num_tokens:,}"
+        num_inner_eos = len(parts) - 1
+        num_src = sum(len(part.source.ids) for part in parts) - num_inner_eos
+        num_tgt = len(best.tokens) - num_inner_eos
+        is_short = self.stats is not None and num_tgt < self.stats.most_ratio * num_src
+        return (
+            f"is very {'short' if is_short else 'long'}: {count(num_tgt, 'token')} for {num_src:,}"
+        )
 
     def _translate_parts(
         self, parts: list[LinePart], pending: PendingSearch
