@@ -802,13 +802,13 @@ SEARCH = [
     ),
     search(
         "no length penalty",
-        "score_N = ended.log_prob_N / self.penalty_L[ended.length_N]",
+        "score_N = ended.log_prob_N / self.penalty_T[ended.length_N]",
         "score_N = ended.log_prob_N",
     ),
     search(
         "eos not counted in the length",
-        "self.penalty_L[ended.length_N]",
-        "self.penalty_L[ended.length_N - 1]",
+        "self.penalty_T[ended.length_N]",
+        "self.penalty_T[ended.length_N - 1]",
     ),
     search(
         "padding may be generated",

@@ -1,8 +1,9 @@
 """Beam search over any step function, independent of model, tokenizer and special ids.
 
 Shapes: B sentences, W beam width (slots of a sentence), N open hypotheses, V vocabulary, T tokens
-so far, P tokens of a prefix, C candidates, R = B * W cells, M hypotheses to return, L rows with a
-forced token, n n-gram order.
+so far, P tokens of a prefix, C candidates, R = B * W cells, X = W * C, M hypotheses to return,
+L rows with a forced token, or pairs of a row and a repeated token, U windows of n tokens, n n-gram
+order.
 
 A step function takes the last ids and a state, and returns the logits of the next token. The
 state has one row for each open hypothesis, initially one for each sentence, and can `reorder`
@@ -314,7 +315,7 @@ class BeamSearch(Generic[S]):
     sentences: _Sentences
     rows: OpenRows
     cell_N: Ints
-    penalty_L: Floats
+    penalty_T: Floats
 
     def __init__(
         self, step: Step[S], options: DecodingOptions, steps: Steps[S] | None = None
@@ -360,7 +361,7 @@ class BeamSearch(Generic[S]):
         longest = max(
             int(self.sentences.max_lengths_B.max(initial=0)), self.sentences.prefix_BP.shape[1]
         )
-        self.penalty_L = penalties(longest, self.options.length_alpha)
+        self.penalty_T = penalties(longest, self.options.length_alpha)
         self.num_open = len(self.rows.ids_N)
         first_number, self.num_sentences = self.num_sentences, self.num_sentences + len(new_B)
         return range(first_number, self.num_sentences)
@@ -407,7 +408,7 @@ class BeamSearch(Generic[S]):
             constraints.eos,
             constraints.never,
             sentences.max_lengths_B,
-            self.penalty_L,
+            self.penalty_T,
             options.early_stop,
             options.argmax_only,
             constraints.shortlists,
@@ -465,7 +466,7 @@ class BeamSearch(Generic[S]):
         """Store finished hypotheses, and close their slots."""
         width, sentences = self.options.beam, self.sentences
         num_sentences = len(sentences.number_B)
-        score_N = ended.log_prob_N / self.penalty_L[ended.length_N]
+        score_N = ended.log_prob_N / self.penalty_T[ended.length_N]
         self.finished.add(ended, sentences.number_B[ended.sentence_N], score_N)
         num_ended_B = np.bincount(ended.sentence_N, minlength=num_sentences)
         score_R = np.full(num_sentences * width, -np.inf)
@@ -486,7 +487,7 @@ class BeamSearch(Generic[S]):
             length_N = grown.length_N
         else:
             length_N = self.sentences.max_lengths_B[grown.sentence_N]
-        bound_N = np.where(is_open_N, grown.log_prob_N / self.penalty_L[length_N + 1], -np.inf)
+        bound_N = np.where(is_open_N, grown.log_prob_N / self.penalty_T[length_N + 1], -np.inf)
         bound_B = np.full(len(self.sentences.number_B), -np.inf)
         np.maximum.at(bound_B, grown.sentence_N, bound_N)
         can_win: Bools = bound_B > self.sentences.best_BM[:, -1]
@@ -549,9 +550,9 @@ def repeats(rows: OpenRows, n: int) -> tuple[Ints, Ints]:
     length = rows.written_NT.shape[1]
     if length < n:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    windows_NLn = np.lib.stride_tricks.sliding_window_view(rows.written_NT, n, 1)
+    windows_NUn = np.lib.stride_tricks.sliding_window_view(rows.written_NT, n, 1)
     last_N1n = rows.written_NT[:, None, length - n + 1 :]
-    is_repeat_NL = (windows_NLn[:, :, :-1] == last_N1n).all(-1) & (windows_NLn >= 0).all(-1)
-    row_L, window_L = is_repeat_NL.nonzero()
-    row_L, ids_L = np.unique([row_L, windows_NLn[row_L, window_L, -1]], axis=1)
+    is_repeat_NU = (windows_NUn[:, :, :-1] == last_N1n).all(-1) & (windows_NUn >= 0).all(-1)
+    row_L, window_L = is_repeat_NU.nonzero()
+    row_L, ids_L = np.unique([row_L, windows_NUn[row_L, window_L, -1]], axis=1)
     return row_L, ids_L

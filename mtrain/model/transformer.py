@@ -3,7 +3,8 @@
 Takes tensors of token ids; independent of text, batches and files.
 
 Shapes: B batch, S source length, T target length, D model width, F feed-forward width,
-H heads, K width of a head, V vocabulary, N hypotheses, R slots of a cache, X = 2 * D.
+H heads, K width of a head, V vocabulary, N hypotheses, R slots of a cache, X = 2 * D,
+I = D / 2 frequencies.
 Masks are `keep`: True takes part.
 """
 
@@ -99,7 +100,7 @@ class Transformer(nn.Module):
         return self.decode(tgt_in_BT, memory_BSD, src_keep_BS, tgt_token_keep_BT)
 
     def _drop_words(self, ids_BT: Tensor, token_keep_BT: Tensor | None) -> Tensor | None:
-        """Return `token_keep_BT`, while training without a random share `word_dropout`."""
+        """Return `token_keep_BT`; while training, a random share `word_dropout` of it is False."""
         rate = self.config.word_dropout
         if rate == 0 or not self.training:
             return token_keep_BT
@@ -413,7 +414,7 @@ class Positions(nn.Module):
         return learned.to(dtype)
 
     def encodings(self, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the learned encodings [R, D], or sinusoids [at least `stop`, D]."""
+        """Return the learned encodings [max_positions, D], or sinusoids [at least `stop`, D]."""
         if self.table is not None:
             return self.table.weight
         cached_TD = self._cached_TD  # twice as long as needed, to grow rarely
@@ -552,8 +553,8 @@ class SelfAttention(nn.Module):
         return result
 
     def _project(self, x_BTD: Tensor) -> list[Tensor]:
-        projected_BTX = self.queries_keys_values(x_BTD)
-        return [split_heads(x, self.num_heads) for x in chunk_last(projected_BTX, 3)]
+        parts = chunk_last(self.queries_keys_values(x_BTD), 3)
+        return [split_heads(part_BTD, self.num_heads) for part_BTD in parts]
 
 
 class CrossAttention(nn.Module):
@@ -687,9 +688,9 @@ def sinusoids(length: int, d_model: int, device: torch.device | None = None) -> 
     PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos(the same), in float64.
     """
     position_T1 = torch.arange(length, dtype=torch.float64, device=device)[:, None]
-    exponent_K = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
-    angle_TK = position_T1 / 10_000.0**exponent_K
-    return torch.stack([angle_TK.sin(), angle_TK.cos()], -1).flatten(1)
+    exponent_I = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
+    angle_TI = position_T1 / 10_000.0**exponent_I
+    return torch.stack([angle_TI.sin(), angle_TI.cos()], -1).flatten(1)
 
 
 def num_parameters(model: nn.Module) -> int:

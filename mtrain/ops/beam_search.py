@@ -54,7 +54,7 @@ class SearchRules(NamedTuple):
         eos: the id that ends a target.
         never: ids that are not generated.
         max_lengths_B: the most tokens of each target, without eos.
-        penalty_L: the length penalty by number of tokens, with eos; it divides the log-probability.
+        penalty_T: the length penalty by number of tokens, with eos; it divides the log-probability.
         early_stop: bound the score of an open hypothesis at its present length, not at the longest.
         argmax_only: compute no log-probabilities; they are 0.
         shortlists: the tokens that are ranked for each sentence; empty is all tokens.
@@ -64,7 +64,7 @@ class SearchRules(NamedTuple):
     eos: int
     never: list[int]
     max_lengths_B: Ints
-    penalty_L: Floats
+    penalty_T: Floats
     early_stop: bool
     argmax_only: bool
     shortlists: Sequence[PackedRows] = ()
@@ -147,7 +147,7 @@ def search_steps(
     num_places_B, best_BM, never_ids = num_places_B.copy(), best_BM.copy(), ids_tensor(*rules.never)
     search_shape = SearchShape(
         *(len(num_places_B), rules.beam, best_BM.shape[1], num_positions, rows.written_NT.shape[1]),
-        *(len(cache.free_slots), len(rules.penalty_L), len(rules.never), decoder.window),
+        *(len(cache.free_slots), len(rules.penalty_T), len(rules.never), decoder.window),
         *(rules.eos, rules.early_stop, rules.argmax_only),
     )
     shortlists = (RowsMap * len(row_maps))(*row_maps)
@@ -160,7 +160,7 @@ def search_steps(
         pointers(cache.sources),
         _output_layer(packed, rules.argmax_only, shortlists),
     )
-    inputs = [rules.penalty_L, rules.max_lengths_B, cache.free_slots]
+    inputs = [rules.penalty_T, rules.max_lengths_B, cache.free_slots]
     arrays = [*map(np.ascontiguousarray, inputs), num_places_B, best_BM, *buffers.arrays()]
     addresses = [array.ctypes.data for array in arrays]
     tensors = (decoder.table_VD, encodings_TD, never_ids)

@@ -40,7 +40,7 @@ from mtrain.ops.packed_weights import Ints
 
 
 class LayerModules(NamedTuple):
-    """The modules of a post-norm layer with ReLU and without dropout.
+    """The modules of a post-norm layer with ReLU and without activation dropout.
 
     Attributes:
         layer: the module that contains the others.

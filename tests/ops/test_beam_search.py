@@ -307,7 +307,7 @@ def rules_and_rows(model: Transformer) -> tuple[BeamSearch[KVCache], beam_search
     search.admit(group(model, [3, 2], 4, 0))
     search.advance()
     limits = search.sentences.max_lengths_B
-    rules = beam_search.SearchRules(2, EOS, [0, BOS], limits, search.penalty_L, False, False)
+    rules = beam_search.SearchRules(2, EOS, [0, BOS], limits, search.penalty_T, False, False)
     return search, rules
 
 
@@ -337,7 +337,7 @@ def test_a_compiled_search_refuses_invalid_rows(change):
 def test_a_compiled_search_refuses_too_few_length_penalties_and_more_places_than_the_beam():
     search, rules = rules_and_rows(MODELS["endless"])
     arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)
-    short = rules._replace(penalty_L=rules.penalty_L[:5])
+    short = rules._replace(penalty_T=rules.penalty_T[:5])
     with pytest.raises(IndexError):
         MODELS["endless"].search_steps(search.state, *arguments, short)
     places = np.array([3, 2])
