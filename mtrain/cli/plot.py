@@ -25,7 +25,7 @@ def plot(
     ] = False,
     every: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="With --watch: 10 if absent."),
+        typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="With --watch: 10 if absent."),
     ] = None,
 ) -> None:
     """Draw the training and the model, as PNG and SVG.

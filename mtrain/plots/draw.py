@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mtrain.data.batch import Lengths
-from mtrain.errors import UserError
+from mtrain.errors import ConfigError, UserError
 from mtrain.io.atomic import whole_file
 from mtrain.plots.collect import (
     AttentionPicture,
@@ -375,16 +375,20 @@ def watch(
     Yields each file as `draw` does, and checks the size of the log every `every_s` seconds.
 
     Raises:
-        UserError: if no process is training and nothing can be drawn, or on a failed write.
+        ConfigError: if the sentence is blank.
+        UserError: if all cannot be drawn when no process is training; before, `warn` is called.
     """
     size = _size(run)
     if not run.is_locked():
+        run.check_exists()
         warn(f"nobody is training in {run.path}; it is drawn once.")
     else:
         try:
             yield from draw(run, sentence, directory, warn)
+        except ConfigError:
+            raise
         except UserError as error:
-            warn(f"{error} It is tried again when more was logged.")
+            warn(f"{error} The curves are tried again when more was logged, the rest at the end.")
     while run.is_locked():
         sleep(every_s)
         new_size = _size(run)

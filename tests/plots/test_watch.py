@@ -92,6 +92,19 @@ def test_a_run_that_is_not_training_is_drawn_once(cli: Cli, run: RunDir) -> None
     assert len(outcome.lines) == len(set(outcome.lines)) >= 4
 
 
+def test_a_blank_sentence_and_a_missing_folder_are_refused_at_once(cli: Cli, run: RunDir) -> None:
+    with run.locked():
+        blank = cli("plot", run.path, "--watch", "--sentence", " ")
+    assert (blank.code, blank.err) == (2, "mtrain: --sentence must have text, but is blank.\n")
+    missing = run.path / "missing"
+    said = f"mtrain: {missing}: must be a run folder, but does not exist.\n"
+    assert cli("plot", missing, "--watch").err == said
+    assert (
+        "`--every` must be <= 86400.0, but is 'inf' instead"
+        in cli("plot", run.path, "--watch", "--every", "inf").err
+    )
+
+
 def test_a_training_that_begins_after_the_warning_that_none_runs_is_watched(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
