@@ -50,7 +50,7 @@ _USUAL_LOAD = 0.5  # of a processor; beyond, a warning
 _CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
 _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
 _LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
-_BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
+_BUDGET = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?$")
 _OPTIONS = {"train": "--src", "valid": "--valid", "test": "--test"}  # that name files
 _KEYS = {"train": "data.train", "valid": "data.valid", "test": "data.tests"}  # after `--set`
 
