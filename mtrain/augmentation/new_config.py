@@ -73,7 +73,7 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
     except ConfigError as error:  # of an option that is written into the new corpus
         key = rf"^.*?`data\.train\[{len(entries)}\]\.(\w+)`"
         raise ConfigError(re.sub(key, r"`--\1`", str(error))) from None
-    if new.training.init_from is not None:
+    if options.tag is not None and new.training.init_from is not None:
         init_dir = RunDir(Path(new.training.init_from))
         check_tags(new.data, sentencepiece.load(init_dir.tokenizer_dir), init_dir.path)
     return new

@@ -14,6 +14,7 @@ from mtrain.augmentation import augment as augmenting
 from mtrain.augmentation.augment import AugmentRequest
 from mtrain.augmentation.distill import Student, student_config, student_model
 from mtrain.autoconfig.presets import PRESETS
+from mtrain.config import config_file
 from mtrain.config.sections import ModelConfig
 from mtrain.run.run_dir import RunDir
 
@@ -59,6 +60,11 @@ def test_a_student_has_the_dropout_rates_of_its_config_and_other_keys_must_fit_t
     assert model == student_model("6-1", teacher).model_copy(update=free)
     del tree["model"]["dropout"]
     assert student_config(mtrain.load_config(tree), *request).model.dropout == teacher.dropout
+    tree["training"]["init_from"] = "deleted"  # a fine-tuned run does not need it any more
+    assert (
+        student_config(config_file.from_tree(tree, "config"), *request).training.init_from is None
+    )
+    del tree["training"]["init_from"]
     tree["model"]["num_decoder_layers"] = 4
     with pytest.raises(mtrain.ConfigError) as error:
         student_config(mtrain.load_config(tree), *request)
