@@ -48,6 +48,7 @@ PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines
 _DIGITS = 4  # decimal places of the log-probabilities that are written
 _EARLY = {"blank", "not-utf8", "repeated"}  # reasons of lines that are not translated
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
+_KEYS_OF_USE = {"weight", "tag", "until"}  # of a corpus; the others determine its pairs
 Tree = dict[str, Any]
 
 
@@ -181,10 +182,14 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
                 f"{output}: goes on after {min(num_done * PART_LINES, text.num_rows):,} lines"
             )
         engines = [
-            _Engine(_load_one(request, group), length_stats.load(group[0].data_dir), is_back)
+            _Engine(
+                translating.load(group, _options(request, group[0]), request.loading),
+                length_stats.load(group[0].data_dir),
+                is_back,
+            )
             for group, is_back in zip(request.groups, directions, strict=False)
         ]
-        judge = _load_one(request, [request.judge]) if request.judge else None
+        judge = _load_judge(request)
         number = num_done
         first = num_done * PART_LINES
         with ExitStack() as stack:
@@ -268,7 +273,11 @@ def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tr
         "mode": request.mode,
         "languages": [config.data.src_lang, config.data.tgt_lang],
         "texts": (training_text if request.with_training_text else {}) | _checksums(request.texts),
+        "files": [str(path) for path in request.texts],  # in order
         "training_text": training_text,  # the rules that drop pairs depend on it
+        "corpora": [
+            corpus.model_dump(mode="json", exclude=_KEYS_OF_USE) for corpus in [*real, *held_out]
+        ],
         "max_tokens": config.data.max_tokens,
         "held_out": _checksums(path for corpus in held_out for path in paths_of(corpus)),
         "models": [{"run": str(run.path), "weights": _checksum(run.model_path)} for run in runs],
@@ -351,8 +360,15 @@ def _read_text(request: AugmentRequest, real: list[Corpus], directory: Path, war
     return text
 
 
-def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
-    return translating.load(runs, _options(request, runs[0]), request.loading)
+def _load_judge(request: AugmentRequest) -> Translator | None:
+    """Load the run of --agree-with, which scores and does not search."""
+    if request.judge is None:
+        return None
+    options = DecodingOptions.from_config(request.judge.config)
+    batch_tokens = request.options.batch_tokens or options.batch_tokens
+    return translating.load(
+        request.judge, replace(options, batch_tokens=batch_tokens), request.loading
+    )
 
 
 def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:

@@ -89,6 +89,8 @@ class AugmentOptions:
         """The fields of `DecodingOptions` that replace those of a run."""
         keys = ("beam", "length_alpha", "batch_tokens", "seed")
         overrides = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        if self.sampling is not None or self.beam == 1:  # nothing to choose from, or all is wanted
+            overrides["mbr"] = None
         return overrides | {"num_best": self.n_best, "sampling": self.sampling}
 
 

@@ -79,7 +79,7 @@ class PairRules:
         seen = _known_keys(known)
         for candidate, src_key, tgt_key in zip(candidates, src_keys, tgt_keys, strict=True):
             has_src, has_tgt = map(bool, known[candidate.row])
-            if not (has_src and has_tgt):  # a monolingual row: its real side is the candidate's
+            if not (has_src and has_tgt):  # drops a synthetic side without letters or digits
                 seen.add((candidate.row, src_key * has_src, tgt_key * has_tgt))
         for index, candidate in enumerate(candidates):
             flag = next((flag for flag in FLAGS if flag in candidate.flags), None)

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,60 @@ def test_pairs_of_another_precision_or_training_text_are_not_those_made_already(
     else:
         assert done.code == 2
         assert f"was made with other settings (`{changed}`); choose another -o" in done.err
+
+
+def test_files_in_another_order_and_other_columns_are_other_settings(
+    config_path: Path, tree: Tree, mono: Path, back_run: Path, tmp_path: Path
+) -> None:
+    table = write(tmp_path / "train.tsv", ["ba\tdi\tfo"])
+    other = Path(write(tmp_path / "other.bb", LINES[:3]))
+    request = replace(request_of(config_path, back_run), texts=[mono, other])
+
+    def settings(columns: list[int], request: AugmentRequest = request) -> Tree:
+        tree["data"]["train"] = {"tsv": [table], "columns": columns}
+        config = mtrain.load_config(tree)
+        return augmenting._settings(request, config, real_text(config.data.train))
+
+    before = settings([1, 2])
+    assert before == settings([1, 2])
+    reordered = settings([1, 2], replace(request, texts=[other, mono]))
+    assert {key for key in before if before[key] != reordered[key]} == {"files"}
+    swapped = settings([2, 1])
+    assert {key for key in before if before[key] != swapped[key]} == {"corpora"}
+
+
+@pytest.mark.parametrize("changes", [{"sampling": mtrain.Sampling()}, {"beam": 1}])
+def test_samples_and_greedy_translations_are_not_chosen_by_the_mbr_of_the_run(
+    config_path: Path, back_run: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    request = request_of(config_path, with_mbr(back_run, tmp_path), **changes)
+    options = augmenting._options(request, request.runs[0])
+    assert options.mbr is None
+    assert options.num_candidates == 1
+    assert augmenting._options(
+        replace(request, options=mtrain.AugmentOptions()), request.runs[0]
+    ).mbr
+
+
+def test_the_run_that_only_scores_needs_not_fit_the_search_options(
+    config_path: Path, reverser: RunDir, back_run: Path, tmp_path: Path
+) -> None:
+    judge = with_mbr(reverser.path, tmp_path)
+    request = request_of(
+        config_path, back_run, beam=1, keep_best=0.5, agree_with=judge, batch_tokens=99
+    )
+    loaded = augmenting._load_judge(request)
+    assert loaded is not None
+    assert (loaded.options.beam, loaded.options.mbr, loaded.options.batch_tokens) == (3, "chrf", 99)
+
+
+def with_mbr(run: Path, directory: Path) -> Path:
+    """Return a copy of a run whose config has `decoding.mbr`."""
+    copy = RunDir(shutil.copytree(run, directory / "with-mbr"))
+    tree = yaml.safe_load(copy.config_path.read_text("utf-8"))
+    tree["decoding"] = {"beam": 3, "mbr": "chrf"}
+    write_config(copy.config_path, tree)
+    return copy.path
 
 
 def request_of(config_path: Path, back_run: Path, **changes: Any) -> AugmentRequest:
