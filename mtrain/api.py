@@ -609,7 +609,8 @@ def load(
 
     Args:
         runs: a run folder, or several.
-        beam: the beam width; 1 is greedy search, None takes it from the run's config.
+        beam: the beam width; 1 is greedy search, without the `mbr` of the run's config; None takes
+            it from there.
         length_alpha: exponent of the length penalty; 0 is no penalty, None takes it from the run's
             config.
         checkpoint: the step of the checkpoint to load; None loads the run's final model.
@@ -654,6 +655,7 @@ def load(
         options,
         beam=options.beam if beam is None else beam,
         length_alpha=options.length_alpha if length_alpha is None else length_alpha,
+        mbr=None if beam == 1 else options.mbr,
         rerank_weight=None if reverse is None else weight,
         shortlist=shortlist,
         with_scores=False,
@@ -693,6 +695,7 @@ def _load_ctranslate2(
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:
     """Translate the test sets of a run and score them by sacreBLEU, as `mtrain eval` does.
 
+    Test sets that were changed in the run's config are read again, and stored in the run folder.
     Warnings about translations are logged with the test set and the line number.
 
     Raises:
@@ -703,6 +706,7 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
         for result in mtrain.evaluate("runs/en-de", options):
             print(result.name, result.scores[0].value)
     """
+    from mtrain.data.prepare import update_tests
     from mtrain.evaluation import evaluation
     from mtrain.evaluation.metrics import ScoringOptions
 
@@ -711,6 +715,7 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
             f"`options` must be mtrain.ScoringOptions, but is {options!r:.60} instead."
         )
     model = run if isinstance(run, Model) else load(run)
+    update_tests(model.run.config, model.run, PythonLog())
     return evaluation.evaluate(model.run, model.translator, _log_warning, options)
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import yaml
 from conftest import Cli
-from tasks import copy_task, reverse_task, tiny_tree, write_task
+from tasks import copy_task, reverse_task, tiny_tree, write, write_config, write_task
 
 import mtrain
 from mtrain import api
@@ -257,6 +257,32 @@ def test_training_from_a_mapping_in_a_thread_equals_training_by_command_line(
     by_verb = cli("eval", run)
     (result,) = mtrain.evaluate(run)
     assert by_verb.lines[0] == f"held_out  BLEU {result.scores[0].format()}"
+
+
+def test_evaluate_adds_the_test_sets_that_the_config_names_since(
+    trained: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    sides = {
+        side: [write(tmp_path / f"news.{side}", ["ba ce di", "fo gu"])] for side in ("src", "tgt")
+    }
+    tree["data"]["tests"]["news"] = sides
+    write_config(run.config_path, tree)
+    results = {result.name: result for result in mtrain.evaluate(run.path)}
+    assert results["news"].lines.src == ["ba ce di", "fo gu"]
+    assert len(results) == 2
+
+
+def test_greedy_search_needs_no_option_against_the_mbr_of_the_run(
+    trained: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["decoding"] = {"beam": 3, "mbr": "chrf"}
+    write_config(run.config_path, tree)
+    assert mtrain.load(run.path).options.mbr == "chrf"
+    assert mtrain.load(run.path, beam=1).options.mbr is None
 
 
 def test_a_long_line_has_the_same_translation_in_validation_eval_translate_and_the_api(
