@@ -41,8 +41,9 @@ IS_UNSPACED = np.array([False] * (Kind.LETTER + 1) + [name in _UNSPACED for name
 _BREAKS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _SPACES = "".join(chr(code) for code in range(0x3001) if unicodedata.category(chr(code))[0] == "Z")
 BLANKS = "\t" + _BREAKS + _SPACES  # all characters of `Kind` SPACE, TAB and BREAK
-# Format characters that join or separate letters in Persian, Indic scripts and emoji.
-_JOINERS = "\u200c\u200d"
+# Joiners of Persian, Indic scripts and emoji, the keycap sign, and variation selectors.
+_MODIFIERS = "\u200c\u200d\u20e3"
+_MODIFIERS += "".join(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
 _UNKNOWN = 255
 
 
@@ -76,12 +77,14 @@ def _kind(character: str) -> int:
     for kind, members in ((Kind.END, "\n"), (Kind.TAB, "\t"), (Kind.BREAK, _BREAKS)):
         if character in members:
             return kind
+    if character in _MODIFIERS:
+        return Kind.OTHER
     category = unicodedata.category(character)
     if category[0] in "LM":
         words = unicodedata.name(character, "").replace("-", " ").split()
         words = words[1:] if words[:1] in (["FULLWIDTH"], ["HALFWIDTH"]) else words
         return kind_of(words[0]) if words and words[0] in SCRIPTS else Kind.LETTER
     if category == "Cf":
-        return Kind.OTHER if character in _JOINERS else Kind.INVISIBLE
+        return Kind.INVISIBLE
     by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.PUNCTUATION, "C": Kind.CONTROL}
     return by_group.get(category[0], Kind.OTHER)

@@ -23,7 +23,7 @@ from mtrain.audit.unicode_classes import kind_of
 line_text = st.text(
     st.one_of(
         st.characters(blacklist_categories=["Cs"], blacklist_characters="\n"),
-        st.sampled_from("aB1. ,é\u0301\t\r\u2028\x07\u200bжШ寿か한\ufffd<>&;"),
+        st.sampled_from("aB1. ,é\u0301\ufe0f\t\r\u2028\x07\u200bжШ寿か한\ufffd<>&;"),
     ),
     max_size=30,
 )
@@ -34,9 +34,15 @@ def marks(line: str) -> LineFlag:
     return LineFlag(int(measure(["x", line, "y"]).lines["flags"][1]))
 
 
+def is_in(groups: str, character: str) -> bool:
+    """Return whether a character is in the groups of categories, and modifies no symbol."""
+    modifies = "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"
+    return unicodedata.category(character)[0] in groups and not modifies and character != "\u20e3"
+
+
 def plain_key(line: str) -> str:
     """Return the text that a key hashes: the folded letters, marks and digits of a line."""
-    kept = [c for c in line if unicodedata.category(c)[0] in "LMN"]
+    kept = [c for c in line if is_in("LMN", c)]
     return "".join(_folded(c) for c in kept)
 
 
@@ -60,7 +66,7 @@ def test_character_counts_equal_those_of_a_loop_over_characters(lines: list[str]
         )
         assert record["punctuation"] == categories.count("P")
         markup = "".join(re.findall("</?[A-Za-z][^<>]*>|&[A-Za-z]{2,8};", line))
-        num_letters = sum(kind in "LM" for kind in categories) - sum(map(str.isalpha, markup))
+        num_letters = sum(is_in("LM", c) for c in line) - sum(map(str.isalpha, markup))
         assert record["solid"] - record["odd"] >= num_letters
 
 
@@ -183,6 +189,16 @@ def test_the_script_of_a_line_is_that_of_most_of_its_letters(line: str, script: 
 
 def test_a_line_without_letters_has_no_script() -> None:
     assert measure(["12 + 3"]).lines["script"][0] == 0
+
+
+def test_variation_selectors_and_keycap_signs_are_no_letters() -> None:
+    records = measure(["☀\ufe0f 25°", "1\ufe0f\u20e3"]).lines
+    assert records["script"].tolist() == [0, 0]
+    assert (records["odd"] == records["solid"]).all()
+    for line in ("I ❤\ufe0f you", "葛\U000e0100城", "no 1\ufe0f\u20e3"):
+        plain = re.sub("[\ufe0f\u20e3\U000e0100]", "", line)
+        keys = measure([line, plain]).keys
+        assert keys[0] == keys[1] != 0
 
 
 def test_letters_of_markup_entities_and_urls_do_not_count_as_words() -> None:

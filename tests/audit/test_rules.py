@@ -33,6 +33,7 @@ def test_strange_and_swapped_scripts_are_judged_by_the_usual_scripts_of_each_sid
     assert judge("strange-script", "small dogs", "small cats", of) == SideName.TGT
     assert judge("strange-script", "σκύλοι", "寿司", of) == SideName.BOTH
     assert judge("strange-script", "12 + 3", "...", of) == SideName.NONE
+    assert judge("strange-script", "dogs ✔\ufe0f", "✔\ufe0f✔\ufe0f", of) == SideName.NONE
     assert judge("swapped", "собаки", "small dogs", of) == SideName.BOTH
     assert judge("strange-script", "собаки", "small dogs", of) == SideName.NONE
     assert judge("swapped", "small dogs", "small dogs", of) == SideName.NONE
@@ -93,6 +94,7 @@ def test_a_copied_pair_has_identical_sides_that_contain_a_letter() -> None:
     of = usual(LATIN, LATIN)
     assert judge("copied", "dogs", "dogs", of) == SideName.BOTH
     assert judge("copied", "12 + 3", "12 + 3", of) == SideName.NONE
+    assert judge("copied", "☀\ufe0f 25°", "☀\ufe0f 25°", of) == SideName.NONE
     assert judge("copied", "dogs", "Dogs", of) == SideName.NONE
 
 
