@@ -84,7 +84,7 @@ def _kind(character: str) -> int:
         words = unicodedata.name(character, "").replace("-", " ").split()
         words = words[1:] if words[:1] in (["FULLWIDTH"], ["HALFWIDTH"]) else words
         return kind_of(words[0]) if words and words[0] in SCRIPTS else Kind.LETTER
-    if category == "Cf":
-        return Kind.INVISIBLE
-    by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.PUNCTUATION, "C": Kind.CONTROL}
+    if category[0] == "C":  # unassigned and private characters may be new emoji, or a font's
+        return {"Cc": Kind.CONTROL, "Cf": Kind.INVISIBLE}.get(category, Kind.OTHER)
+    by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.PUNCTUATION}
     return by_group.get(category[0], Kind.OTHER)

@@ -151,6 +151,7 @@ def test_the_last_character_of_a_line_sets_its_ending_class(line: str, ending: i
         *((f"a{c}b", LineFlag.BREAK) for c in "\r\x0b\x0c\x1c\x85\u2028\u2029"),
         *((f"a{c}b", LineFlag.CONTROL) for c in "\x00\x07\x1b\x7f\x9f"),
         *((f"a{c}b", LineFlag.INVISIBLE) for c in "\u200b\u00ad\ufeff\u202e\u2060"),
+        *((f"a{c}b", LineFlag(0)) for c in "\u0378\ue000\U0010ffff"),  # unassigned or private
         ("e\u0301", LineFlag.NOT_NFC),
         ("fÃ¼r", LineFlag.MOJIBAKE),
         ("donâ€™t", LineFlag.MOJIBAKE),
