@@ -73,11 +73,11 @@ LINE = np.dtype(
 NUM_ENDINGS = 8
 MAX_CHARS = 20_000  # analysed per line; `hash` and `chars` are of the whole line
 
-_ENDINGS = np.zeros(0x3100, np.uint8)  # 0: a letter or a digit, 1: anything else
+_ENDINGS = np.zeros(0x10000, np.uint8)  # 0: a letter or a digit, 1: anything else
 for _number, _members in enumerate(
     (".。।۔．", "?？؟", "!！", ":：", ",;、，；،؛", "\"'”“»«’’)]）」』"), 2
 ):
-    _ENDINGS[[ord(_member) for _member in _members if ord(_member) < 0x3100]] = _number
+    _ENDINGS[list(map(ord, _members))] = _number
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _POWERS = np.cumprod(np.full(MAX_CHARS + 2, _FACTOR | np.uint64(1), np.uint64), dtype=np.uint64)
@@ -212,8 +212,8 @@ def _count_characters(records: Records, block: _CharacterBlock) -> None:
         add_flag(records, flag, counts[:, kind] > 0)
     is_solid = (block.kinds > Kind.BREAK) | (block.kinds == Kind.OTHER)
     last = np.maximum.accumulate(np.where(is_solid, np.arange(len(block.codes)), -1))[block.ends]
-    codes, last_kinds = block.codes[last], block.kinds[last]
-    classes = np.where(codes < len(_ENDINGS), _ENDINGS[np.minimum(codes, len(_ENDINGS) - 1)], 0)
+    last_kinds = block.kinds[last]
+    classes = _ENDINGS[np.minimum(block.codes[last], len(_ENDINGS) - 1)]
     is_word = (last_kinds >= Kind.LETTER) | (last_kinds == Kind.DIGIT)
     records["ending"] = np.where((last < block.starts) | is_word, 0, np.maximum(classes, 1))
 

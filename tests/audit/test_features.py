@@ -138,6 +138,8 @@ def test_equal_numbers_and_similar_names_set_common_bits_across_languages() -> N
     [
         ("ab.", 2), ("ab。", 2), ("ab?", 3), ("ab !  ", 4), ("ab:", 5), ("ab,", 6), ("ab”", 7),
         ("ab", 0), ("ab1", 0), ("", 0), ("  ", 0), ("ab+", 1),
+        ("ab😀", 1), ("ab．", 2), ("ab？", 3), ("ab！", 4), ("ab：", 5), ("ab；", 6), ("ab，", 6),
+        ("ab）", 7),
     ],
 )  # fmt: skip
 def test_the_last_character_of_a_line_sets_its_ending_class(line: str, ending: int) -> None:
