@@ -593,7 +593,8 @@ def test_two_ranks_write_the_same_files_as_one_process(
         ),
         (
             ["--back", "{mono}", "--using", "{back}", "--tag", "a b"],
-            "`--tag` must be a letter, then letters, digits, '_' and '-', but is 'a b' instead.",
+            "`--tag` must be a letter, then at most 31 letters, digits, '_' and '-', but is 'a b' "
+            "instead.",
         ),
     ],
 )

@@ -721,6 +721,11 @@ def test_a_single_corpus_is_saved_without_a_weight(minimal: Path) -> None:
             "`data` must leave `temperature` out where `train` is one corpus, but it is 5.0 "
             "instead.",
         ),
+        (
+            [f"train=[{{src: [a], tgt: [b], tag: {'a' * 33}}}]"],
+            "`data.train[0].tag` must be a letter, then at most 31 letters, digits, '_' and '-', "
+            f"but is '{'a' * 33}' instead.",
+        ),
         (["temperature=0.5"], "`data.temperature` must be >= 1.0, but is 0.5 instead."),
         (
             ["train={src: [a], tgt: [b], weight: 2}"],

@@ -256,8 +256,8 @@ def wrong(tree: Tree, change: str) -> None:
         ("until", "`data.train[1].until` must be > 0.0, but is 0 instead."),
         (
             "tag",
-            "`data.train[1].tag` must be a letter, then letters, digits, '_' and '-', but is "
-            "'<bt>' instead.",
+            "`data.train[1].tag` must be a letter, then at most 31 letters, digits, '_' and '-', "
+            "but is '<bt>' instead.",
         ),
     ],
 )
