@@ -73,6 +73,8 @@ def _is_open_file(path: Path) -> bool:
 def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `path` on success and is deleted on failure.
 
+    A link is replaced, not its target.
+
     Args:
         path: the folder; its previous content is renamed first and deleted last. After a kill in
             between, `sweep` renames it back.
@@ -102,7 +104,7 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
                 aside.replace(path)
             raise
         _flush(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
 
 
 def remove_dir(path: Path) -> None:
@@ -162,8 +164,8 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file or a folder, as far as that is possible."""
-    if path.is_dir():
+    """Delete a file, a link or a folder, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -325,6 +325,18 @@ def test_a_written_folder_replaces_the_old_one(here: Path) -> None:
     assert left(here / "a/d") == ["new"]
 
 
+def test_a_link_to_a_folder_is_replaced_and_its_target_is_kept(here: Path) -> None:
+    Path("target").mkdir()
+    Path("target/old").write_text("old")
+    Path("d").symlink_to("target")
+    Path(".d.0123abcd.old").symlink_to("target")  # of a killed process
+    with atomic.whole_dir(Path("d")) as beside:
+        (beside / "new").write_text("new")
+    atomic.sweep(Path("d"))
+    assert left(here) == ["d", "target"]
+    assert (left(here / "d"), left(here / "target")) == (["new"], ["old"])
+
+
 def replaced_and_killed(directory: Path, kill_at: int) -> None:
     num_calls = kill_at_call(("fsync", "replace", "rmdir", "unlink", "mkdir"), kill_at)
     with atomic.whole_dir(directory / "d") as beside:
