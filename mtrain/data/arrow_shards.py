@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from mtrain.data.batch import Indices, Lengths
+from mtrain.data.batch import Indices, TokenIds
 from mtrain.errors import RunError, damaged
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -31,8 +31,8 @@ SHARD_PAIRS = 1 << 17  # pairs of the text, kept or dropped, per table
 class EncodedBlock(NamedTuple):
     """A block of encoded pairs."""
 
-    src_ids: Lengths  # of all pairs, concatenated; sources with eos, targets without
-    tgt_ids: Lengths
+    src_ids: TokenIds  # of all pairs, concatenated; sources with eos, targets without
+    tgt_ids: TokenIds
     src_lengths: npt.NDArray[np.integer]  # of each pair's side, eos included
     tgt_lengths: npt.NDArray[np.integer]
     src_text: list[str] | None = None  # of each pair, if training samples segmentations
@@ -65,7 +65,7 @@ def _schema(with_text: bool) -> Any:
     return pa.schema(columns)
 
 
-def _lists(ids: Lengths, lengths: npt.NDArray[np.integer]) -> Any:
+def _lists(ids: TokenIds, lengths: npt.NDArray[np.integer]) -> Any:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return pa.ListArray.from_arrays(_numbers(offsets), _numbers(ids))
 
@@ -76,7 +76,7 @@ def _numbers(numbers: npt.NDArray[np.integer]) -> Any:
     return pa.Array.from_buffers(pa.int32(), len(array), [None, pa.py_buffer(array)])
 
 
-_Chunk = tuple[Lengths, Lengths]  # ids and offsets of one side in one chunk of a table
+_Chunk = tuple[TokenIds, npt.NDArray[np.int32]]  # ids and offsets of a side in a chunk of a table
 
 
 class ShardTable:
@@ -96,7 +96,7 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self.src_lengths)
 
-    def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
+    def take(self, rows: Indices) -> tuple[list[TokenIds], list[TokenIds]]:
         """Return the ids of the given rows: sources with eos, targets without."""
         chunks = np.searchsorted(self._firsts, rows, side="right") - 1
         slots = list(zip(chunks.tolist(), (rows - self._firsts[chunks]).tolist(), strict=True))
@@ -110,7 +110,7 @@ class ShardTable:
         return src.to_pylist(), tgt.to_pylist()
 
 
-def _ids(chunk: _Chunk, row: int) -> Lengths:
+def _ids(chunk: _Chunk, row: int) -> TokenIds:
     ids, offsets = chunk
     return ids[offsets[row] : offsets[row + 1]]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 Indices = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
-Ids = Sequence[int] | npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
+Ids = Sequence[int] | TokenIds
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import CorpusEntry, EncodedBlock, Manifest, Shard
-from mtrain.data.batch import Indices, Lengths
+from mtrain.data.batch import Indices, TokenIds
 from mtrain.data.mixture import apportion
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
@@ -166,7 +166,7 @@ def _encode_part(
 class _EncodedSide(NamedTuple):
     """The concatenated ids of many lines, without bos and eos; lengths include eos."""
 
-    ids: Lengths
+    ids: TokenIds
     lengths: Indices
 
     @classmethod

@@ -25,6 +25,7 @@ from mtrain.data.batch import (
     MicroBatch,
     MicroBatchSplit,
     Position,
+    TokenIds,
     UpdateBatches,
     batch_cuts,
     collate,
@@ -49,7 +50,7 @@ def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
 
 def read_ids(
     directory: Path, tokenizer: Tokenizer
-) -> Iterator[tuple[list[Lengths], list[Lengths]]]:
+) -> Iterator[tuple[list[TokenIds], list[TokenIds]]]:
     """Yield the ids of all pairs, some pairs at a time: sources with eos, targets without.
 
     Raises:
@@ -274,10 +275,10 @@ class _StoredPairs:
         self.src_lengths = np.concatenate([table.src_lengths[rows] for table, rows in parts])
         self.tgt_lengths = np.concatenate([table.tgt_lengths[rows] for table, rows in parts])
 
-    def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
+    def take(self, rows: Indices) -> tuple[list[TokenIds], list[TokenIds]]:
         """Return the ids of the given rows: sources with eos, targets without."""
         numbers = np.searchsorted(self._firsts, rows, side="right") - 1
-        src: list[Lengths] = [np.empty(0, np.int32)] * len(rows)
+        src: list[TokenIds] = [np.empty(0, np.int32)] * len(rows)
         tgt = src.copy()
         for number in np.unique(numbers).tolist():
             indices = np.flatnonzero(numbers == number)
@@ -316,7 +317,7 @@ class _SampledPairs:
         self.src_lengths: Lengths = np.array([len(ids) for ids in self._src], dtype=np.int32)
         self.tgt_lengths: Lengths = np.array([len(ids) + 1 for ids in self._tgt], dtype=np.int32)
 
-    def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
+    def take(self, rows: Indices) -> tuple[list[TokenIds], list[TokenIds]]:
         return [self._src[row] for row in rows], [self._tgt[row] for row in rows]
 
 
