@@ -246,7 +246,10 @@ def _scan(
 
 
 def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> None:
-    """Reject corpora without pairs, and weights with which an epoch has no pair of a corpus."""
+    """Reject corpora without pairs, and weights with which an epoch has no pair of a corpus.
+
+    Prints notes on what looks like a header, and on line breaks within fields.
+    """
     num_pairs, num_broken = Counter[str](), Counter[str]()
     for scan in scans:
         scan.reader.check_not_empty(f"data.{scan.name}")
@@ -516,7 +519,7 @@ def check_same_data(config: Config, run: RunDir) -> None:
                 "now; choose another --run, or delete this run folder."
             )
     tokenizer = config.tokenizer
-    if tokenizer.vocab_size is None:  # chosen by the program
+    if tokenizer.vocab_size is None:  # null accepts whatever size the folder has
         tokenizer = tokenizer.model_copy(update={"vocab_size": old.tokenizer.vocab_size})
     tests = {"tests": old.data.tests}  # which may change
     for key, new_value, old_value in (
