@@ -289,12 +289,6 @@ def _train_tokenizer(
             for named in corpora
         ]
     )
-    max_lines = config.tokenizer.max_training_lines
-    if is_real.sum() * (2 if config.tokenizer.shared else 1) > max_lines:
-        console.say(
-            f"tokenizer: trained on a sample of {max_lines:,} lines "
-            "(`tokenizer.max_training_lines`)"
-        )
     is_kept, counts = np.zeros(num_pairs, bool), Counter[str]()
     for first in range(0, num_pairs, _BLOCK_PAIRS):
         reasons = pair_filter.reasons(first, min(_BLOCK_PAIRS, num_pairs - first))
@@ -303,6 +297,12 @@ def _train_tokenizer(
     is_kept &= is_real
     if not is_kept.any():
         raise dropped.none_left("data.train", counts)
+    max_lines = config.tokenizer.max_training_lines
+    if is_kept.sum() * (2 if config.tokenizer.shared else 1) > max_lines:
+        console.say(
+            f"tokenizer: trained on a sample of {max_lines:,} lines "
+            "(`tokenizer.max_training_lines`)"
+        )
     kept_pairs = compress(read_pairs(config.data.train), is_kept)
     lines = ((pair.src, pair.tgt) for pair in kept_pairs)
     tags = sorted({named.corpus.tag for named in corpora if named.corpus.tag is not None})

@@ -519,6 +519,16 @@ def test_training_the_tokenizer_on_a_sample_of_lines_is_reported(
     assert said[0].startswith("tokenizer: unigram")
 
 
+def test_a_tokenizer_that_is_trained_on_all_kept_lines_is_not_said_to_be_trained_on_a_sample(
+    tmp_path: Path, tree: Tree
+) -> None:
+    lines = [pair.src for pair in copy_task(200, 1)]
+    write(Path(tree["data"]["train"]["src"][0]), ["", *lines[1:]])
+    tree["tokenizer"]["max_training_lines"] = 398
+    _, said = make(tmp_path, tree)
+    assert said[0].startswith("tokenizer: unigram")
+
+
 def test_max_training_lines_applies_to_each_side_of_separate_tokenizers(
     tmp_path: Path, tree: Tree
 ) -> None:
