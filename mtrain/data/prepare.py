@@ -16,7 +16,7 @@ import numpy as np
 from mtrain import __version__
 from mtrain.audit.scan import PairFilter, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, SyntheticCorpus, corpora_of, weight_of
-from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, Tree
+from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, Tree, format_value
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
 from mtrain.corpus.reader import (
@@ -102,17 +102,23 @@ def _kept_tokenizer(config: Config, run: RunDir) -> Tokenizer | None:
     """Return the tokenizer that a run folder has already: checkpoints may depend on it.
 
     Raises:
-        ConfigError: if it is shared by both sides, but that of the config is not, or vice versa.
+        ConfigError: if its kind, size or number of models is not that of the config.
     """
     if not run.tokenizer_dir.is_dir():
         return None
     tokenizer = sentencepiece.load(run.tokenizer_dir)
-    is_shared = tokenizer.src is tokenizer.tgt
-    if config.tokenizer.shared != is_shared:
-        raise ConfigError(
-            f"`tokenizer.shared` must be {str(is_shared).lower()}, as in {run.tokenizer_dir}, "
-            f"but is {str(config.tokenizer.shared).lower()} instead."
-        )
+    src, tgt, settings = tokenizer.src, tokenizer.tgt, config.tokenizer
+    size = len(src) if len(src) == len(tgt) else None
+    for key, kept, given in (
+        ("shared", src is tgt, settings.shared),
+        ("kind", "unigram" if src.is_unigram else "bpe", settings.kind),
+        ("vocab_size", size, settings.vocab_size or size),  # null accepts any
+    ):
+        if given != kept:
+            raise ConfigError(
+                f"`tokenizer.{key}` must be {format_value(kept)}, as in {run.tokenizer_dir}, "
+                f"but is {format_value(given)} instead."
+            )
     return tokenizer
 
 
@@ -130,6 +136,7 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
     marks, sizes = _scan(config, fingerprint, run, work_dir, console)
     num_pairs = sum(sizes.values())
     pair_filter = PairFilter(data, work_dir)
+    origin = f", those of {init_from}" if init_from else ""
     if tokenizer is None:
         tokenizer_dir = work_dir / "tokenizer"
         if not tokenizer_dir.is_dir():
@@ -140,10 +147,9 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
             with whole_dir(tokenizer_dir) as directory:
                 tokenizer.save(directory)
         tokenizer = sentencepiece.load(tokenizer_dir)
-    origin = f", those of {init_from}" if init_from else ""
-    lengths = {len(tokenizer.src), len(tokenizer.tgt)}
-    if not init_from and config.tokenizer.vocab_size is None and lengths != {DEFAULT_VOCAB_SIZE}:
-        origin = f", as near to the default of {DEFAULT_VOCAB_SIZE:,} as the text allows"
+        is_default = not init_from and config.tokenizer.vocab_size is None
+        if is_default and {len(tokenizer.src), len(tokenizer.tgt)} != {DEFAULT_VOCAB_SIZE}:
+            origin = f", as near to the default of {DEFAULT_VOCAB_SIZE:,} as the text allows"
     shown = format_vocabulary_sizes(tokenizer)
     console.say(f"tokenizer: {config.tokenizer.kind}, {shown}{origin}")
     job = EncodeJob(

@@ -486,23 +486,49 @@ def test_separate_vocabularies_are_each_trained_on_their_own_side(
     assert stored_pairs(run) == sorted((pair.src, pair.tgt.upper()) for pair in pairs)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_tokenizer_shared_must_match_the_tokenizer_in_the_run_folder(
-    tmp_path: Path, tree: Tree, shared: bool
+@pytest.mark.parametrize(
+    ("key", "kept", "given", "said"),
+    [
+        ("shared", True, False, "true, as in {}, but is false instead."),
+        ("shared", False, True, "false, as in {}, but is true instead."),
+        ("kind", "unigram", "bpe", "'unigram', as in {}, but is 'bpe' instead."),
+        ("kind", "bpe", "unigram", "'bpe', as in {}, but is 'unigram' instead."),
+        ("vocab_size", 285, 284, "285, as in {}, but is 284 instead."),
+    ],
+)
+def test_tokenizer_settings_must_match_the_tokenizer_in_the_run_folder(
+    tmp_path: Path, tree: Tree, key: str, kept: object, given: object, said: str
 ) -> None:
     tree["model"] |= {"tie_embeddings": "decoder"}
-    tree["tokenizer"] |= {"shared": shared}
+    tree["tokenizer"] |= {key: kept}
     run, _ = make(tmp_path, tree)
     shutil.rmtree(run.data_dir)
     run.config_path.unlink()
-    tree["tokenizer"] |= {"shared": not shared}
-    words = ("true", "false") if shared else ("false", "true")
+    tree["tokenizer"] |= {key: given}
+    with pytest.raises(ConfigError) as error:
+        make(tmp_path, tree)
+    assert str(error.value) == f"`tokenizer.{key}` must be {said.format(run.tokenizer_dir)}"
+
+
+def test_a_null_vocab_size_accepts_a_tokenizer_of_any_size_in_the_run_folder(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["model"] |= {"tie_embeddings": "decoder"}
+    tree["tokenizer"] |= {"shared": False, "vocab_size": 283}
+    other, _ = make(tmp_path, tree | {"run_dir": str(tmp_path / "other")})
+    tree["tokenizer"] |= {"vocab_size": 282}
+    run, _ = make(tmp_path, tree)
+    shutil.copy(other.tokenizer_dir / "src.model", run.tokenizer_dir)
+    shutil.rmtree(run.data_dir)
+    run.config_path.unlink()
     with pytest.raises(ConfigError) as error:
         make(tmp_path, tree)
     assert str(error.value) == (
-        f"`tokenizer.shared` must be {words[0]}, as in {run.tokenizer_dir}, but is {words[1]} "
-        "instead."
+        f"`tokenizer.vocab_size` must be null, as in {run.tokenizer_dir}, but is 282 instead."
     )
+    tree["tokenizer"] |= {"vocab_size": None}
+    _, said = make(tmp_path, tree)
+    assert said[0] == "tokenizer: unigram, 283 source and 282 target subwords"
 
 
 def test_training_the_tokenizer_on_a_sample_of_lines_is_reported(

@@ -479,7 +479,8 @@ def test_models_of_an_ensemble_may_have_different_source_vocabularies(tmp_path: 
     finer = "tokenizer.vocab_size=281"
     other = train(tmp_path / "config.yaml", *apart, finer, run=str(tmp_path / "other"))
     shutil.copy(other.tokenizer_dir / "src.model", second.tokenizer_dir)
-    train(tmp_path / "config.yaml", *apart, "seed=2", run=str(second.path))
+    own_size = "tokenizer.vocab_size=null"
+    train(tmp_path / "config.yaml", *apart, own_size, "seed=2", run=str(second.path))
     together = translator_module.load([first, second], loading=LoadOptions("cpu"))
     alone = [translator_module.load(run, loading=LoadOptions("cpu")) for run in (first, second)]
     own = [sources(one) for one in alone]
