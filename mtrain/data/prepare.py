@@ -197,8 +197,8 @@ def _scan(
     """Return the file marks and revisions of all corpora, and each training corpus's size in pairs.
 
     Reads all corpora once and writes their records to the working folder. Records of an earlier
-    process are reused if text, settings and the fingerprint of the run's existing tokenizer are the
-    same; if not, the working folder is emptied.
+    process are reused if text and settings are the same, and the run's existing tokenizer (by its
+    fingerprint) is the same or was trained by that process; if not, the working folder is emptied.
     """
     data, path = config.data, work_dir / _SCAN_FILE
     settings = {
@@ -215,9 +215,12 @@ def _scan(
     try:
         earlier = json.loads(path.read_text("utf-8"))
         marks, sizes = dict(earlier["marks"]), dict(earlier["sizes"])
+        trained_dir = work_dir / "tokenizer"
+        if trained_dir.is_dir() and sentencepiece.load(trained_dir).fingerprint() == fingerprint:
+            earlier["settings"]["kept_tokenizer"] = fingerprint  # that process trained it
         is_same = earlier["settings"] == settings and list(marks) == [*files, *revisions]
         is_same = is_same and marks == marks | revisions and not changed_files(_file_marks(marks))
-    except (OSError, ValueError, TypeError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError, RunError):
         is_same = False
     if is_same:
         if num_done := encode.num_done(work_dir):

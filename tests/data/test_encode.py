@@ -175,6 +175,29 @@ def test_after_a_full_disk_tokenizing_resumes_with_the_finished_parts(
     assert f"{run}: tokenizing resumes after 80 training pairs" in make(source, run)
 
 
+@pytest.mark.parametrize("is_changed", [False, True], ids=["same text", "another text"])
+def test_tokenizing_interrupted_between_tokenizer_and_data_resumes_unless_the_text_changed(
+    tmp_path: Path,
+    tree: Tree,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    is_changed: bool,
+) -> None:
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "save_config", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make(source, run)
+    assert (run / "tokenizer").is_dir() and not (run / "data").exists()
+    if is_changed:
+        tree["data"]["train"] = write_corpus(tmp_path, "long", corpus(229, 3))
+    said = make(source, run)
+    assert any("resumes after 230" in line for line in said) != is_changed
+
+
 def test_a_data_error_during_tokenizing_leaves_no_run_folder(
     tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
