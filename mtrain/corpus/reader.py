@@ -320,7 +320,7 @@ def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> di
             if trust_times and (stat.st_size, stat.st_mtime_ns) == (old.size, old.mtime_ns):
                 continue
             checksum = sha256(Path(path))
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name with a NUL
             continue
         if checksum != old.sha256:
             changed[path] = checksum

@@ -9,6 +9,7 @@ from typing import Any
 from mtrain.errors import DataError
 
 RECORD_FILE = "record.json"
+_TYPES = {"settings": dict, "shards": dict, "num_pairs": int}
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -20,12 +21,12 @@ def read_record(directory: Path) -> dict[str, Any]:
     path = directory / RECORD_FILE
     try:
         record: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        if {"settings", "shards", "num_pairs"} <= record.keys():
+        if all(isinstance(record.get(key), kind) for key, kind in _TYPES.items()):
             return record
         problem = "has another one"
     except OSError:
         problem = f"has no {RECORD_FILE}"
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         problem = f"its {RECORD_FILE} is damaged"
     raise DataError(
         f"{directory}: must be a corpus folder that `mtrain augment` has finished, but {problem}."

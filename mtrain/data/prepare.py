@@ -220,7 +220,7 @@ def _scan(
             earlier["settings"]["kept_tokenizer"] = fingerprint  # that process trained it
         is_same = earlier["settings"] == settings and list(marks) == [*files, *revisions]
         is_same = is_same and marks == marks | revisions and not changed_files(_file_marks(marks))
-    except (OSError, ValueError, TypeError, LookupError, RunError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, RunError):
         is_same = False
     if is_same:
         if num_done := encode.num_done(work_dir):
@@ -447,7 +447,11 @@ def _mark_tests(data: DataConfig, new: Iterable[Corpus], marks: Tree) -> Tree:
     needed = {
         path for text in (data.valid, *train, *data.tests.values()) for path in paths_of(text)
     }
-    marks = {name: mark for name, mark in marks.items() if name in needed or "revision" in mark}
+    marks = {
+        name: mark
+        for name, mark in marks.items()
+        if name in needed or (isinstance(mark, dict) and "revision" in mark)
+    }
     for corpus in new:
         for name in paths_of(corpus):
             stat = Path(name).stat()
@@ -494,7 +498,7 @@ def _read_tree(path: Path) -> Tree:
     """Return a JSON object; an empty one if the file is missing or damaged."""
     try:
         return dict(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 

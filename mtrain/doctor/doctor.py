@@ -17,7 +17,7 @@ from mtrain.decode import shortlist
 from mtrain.decode.translator import EncodedSource, load
 from mtrain.doctor import replay
 from mtrain.doctor.replay import Span
-from mtrain.errors import ConfigError, RunError, UserError, WriteError
+from mtrain.errors import ConfigError, RunError, UserError, WriteError, damaged
 from mtrain.exporters.export import check_exports
 from mtrain.io import text_width
 from mtrain.io.lines import read_lines
@@ -129,8 +129,7 @@ class _RunChecker:
         if not self.run.data_dir.exists() and not checkpoint.steps(self.run.checkpoints_dir):
             raise _Skip("not here; translating does not need it")
         problems = [
-            f"{path}: is missing or damaged; restore it from a copy of the run."
-            for path in prepare.damaged_files(self.run)
+            str(damaged(path, "is missing or damaged")) for path in prepare.damaged_files(self.run)
         ]
         num_pairs = 0
         if not problems:

@@ -245,7 +245,7 @@ def sha256_if_readable(path: Path) -> str | None:
     """Return the SHA-256 of a file's bytes; None if it cannot be read."""
     try:
         return sha256(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name with a NUL
         return None
 
 

@@ -175,6 +175,15 @@ def test_after_a_full_disk_tokenizing_resumes_with_the_finished_parts(
     assert f"{run}: tokenizing resumes after 80 training pairs" in make(source, run)
 
 
+def test_tokenizing_starts_anew_if_the_record_of_its_scan_is_damaged(
+    tmp_path: Path, tree: Tree
+) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    (run / ".tokenizing").mkdir(parents=True)
+    (run / ".tokenizing" / "scan.json").write_text("[" * 100_000)
+    assert make(source, run)[-1] == f"{run}: tokenized 197 training pairs"
+
+
 @pytest.mark.parametrize("is_changed", [False, True], ids=["same text", "another text"])
 def test_tokenizing_interrupted_between_tokenizer_and_data_resumes_unless_the_text_changed(
     tmp_path: Path,

@@ -777,7 +777,14 @@ def test_missing_corpus_files_do_not_stop_a_prepared_run(tmp_path: Path, tree: T
     assert said == [f"{run.path}: tokenized already"]
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"train.src": 3}', '{"a": {"b": 1}}'])
+MARK_OF_NUL = json.dumps({"\0": FileMark(1, 1, "")._asdict()})
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "[]", "{}", '{"train.src": 3}', '{"a": {"b": 1}}', MARK_OF_NUL, DEEP],
+)
 def test_a_missing_or_invalid_corpora_json_does_not_stop_a_prepared_run(
     tmp_path: Path, tree: Tree, content: str | None
 ) -> None:
@@ -788,3 +795,20 @@ def test_a_missing_or_invalid_corpora_json_does_not_stop_a_prepared_run(
     touch(corpora_of(tree)[0])
     _, said = make(tmp_path, tree)
     assert said == [f"{run.path}: tokenized already"]
+
+
+@pytest.mark.parametrize("content", ['{"\\u0000": ""}', DEEP])
+def test_invalid_checksums_are_a_damaged_file(tmp_path: Path, tree: Tree, content: str) -> None:
+    run, _ = make(tmp_path, tree)
+    (run.data_dir / "checksums.json").write_text(content)
+    assert len(prepare.damaged_files(run)) == 1
+
+
+def test_a_test_set_can_be_added_to_a_run_whose_corpora_json_is_invalid(
+    tmp_path: Path, tree: Tree
+) -> None:
+    run, _ = make(tmp_path, tree)
+    (run.data_dir / "corpora.json").write_text('{"a": 3}')
+    tree["data"]["tests"]["news"] = write_corpus(tmp_path, "news", copy_task(3, 4))
+    assert f"{run.path}: test set news added, 3 pairs" in make(tmp_path, tree)[1]
+    assert "a" not in json.loads((run.data_dir / "corpora.json").read_text())

@@ -54,9 +54,10 @@ FILES = [
     *(f"{NEWEST}/{part}" for part in (*checkpoint._PARTS, "checkpoint.json")),
 ]
 JSON_FILES = ["data/dropped.json", "data/profile.json", f"{NEWEST}/checkpoint.json"]
-JSON_FILES += [f"{NEWEST}/progress.json", "metrics.jsonl"]
+JSON_FILES += [f"{NEWEST}/progress.json", "metrics.jsonl", "data/corpora.json"]
+JSON_FILES += ["data/checksums.json"]
 TENSORS = ["model.safetensors", f"{NEWEST}/model.safetensors", f"{NEWEST}/optimizer.safetensors"]
-VERBS = ["translate", "eval", "score", "train", "gather", "checkpoint"]
+VERBS = ["translate", "eval", "score", "train", "gather", "checkpoint", "doctor"]
 
 
 @contextmanager
@@ -80,6 +81,11 @@ def check_verb(cli: Cli, run: RunDir, original: RunDir, verb: str) -> Outcome | 
         else:
             assert all(is_one_line(line) for line in found.skipped)
         return None
+    if verb == "doctor":
+        outcome = cli("doctor", run.path, "--no-replay")
+        assert outcome.code in (0, 2) and all(is_one_line(line) for line in outcome.lines), outcome
+        assert outcome.lines or assert_refused(outcome)
+        return outcome
     device = ["--device", "cpu"]
     arguments: dict[str, list[str | Path]] = {
         "translate": ["translate", run.path, "-o", output, *device, "--alignments", f"{output}2"],

@@ -277,8 +277,11 @@ def test_an_invalid_config_of_a_synthetic_corpus_is_an_error(
         (None, "has no record.json"),
         ("{", "its record.json is damaged"),
         ("[]", "its record.json is damaged"),
+        ("[" * 100_000, "its record.json is damaged"),
         ("{}", "has another one"),
+        ('{"settings": {}, "num_pairs": 1, "shards": 3}', "has another one"),
     ],
+    ids=["none", "cut", "list", "deep", "empty", "number of shards"],
 )
 def test_an_unfinished_synthetic_corpus_folder_is_refused(
     tree: Tree, tmp_path: Path, damage: str | None, said: str
