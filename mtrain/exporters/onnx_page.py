@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from mtrain.config.language_names import name_of
 from mtrain.config.sections import Config
 
 LIBRARY_COMMAND = """\
@@ -32,9 +33,11 @@ _WORKER = "service-worker.js"
 
 def write(config: Config, directory: Path) -> None:
     """Write the page into the folder of an export; it loads the 8-bit graphs there."""
+    src_lang, tgt_lang = config.data.src_lang, config.data.tgt_lang
     settings = {
-        "source": config.data.src_lang,
-        "target": config.data.tgt_lang,
+        "source": src_lang,
+        "target": tgt_lang,
+        "languages": f"{name_of(src_lang)} to {name_of(tgt_lang)}",
         "maxTokens": config.data.max_tokens,
         "maxExtraTokens": config.decoding.max_extra_tokens,
         "bytes": sum((directory / name).stat().st_size for name in _MODEL_FILES[-2:]),

@@ -146,6 +146,40 @@ def test_without_the_library_the_page_shows_the_commands_that_install_it(bare_pa
     assert bare_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+# A library whose model copies, and whose tokens are characters.
+LIBRARY = """
+export const env = { backends: { onnx: { wasm: {} } } };
+const tokenize = (text) => ({ input_ids: { dims: [1, text.length] }, text });
+tokenize.batch_decode = (texts) => texts;
+const model = { generate: async ({ text }) => [text.trim()] };
+export const AutoTokenizer = { from_pretrained: async () => tokenize };
+export const AutoModelForSeq2SeqLM = { from_pretrained: async () => model };
+"""
+
+
+def copied(directory: Path, copy: Path) -> Path:
+    """Copy a page, with `LIBRARY` as its JavaScript library."""
+    shutil.copytree(directory, copy)
+    (copy / "library").mkdir()
+    (copy / "library" / "transformers.min.js").write_text(LIBRARY, encoding="utf-8")
+    return copy
+
+
+@pytest.mark.parametrize("code", ["pt_BR", "my dialect"])
+def test_a_page_with_language_codes_of_any_form_translates_long_lines(
+    browser: Any, directory: Path, tmp_path: Path, code: str
+) -> None:
+    copy = copied(directory, tmp_path / "copy")
+    run = RunDir(directory.with_name("run"))
+    data = run.config.data.model_copy(update={"src_lang": code})
+    onnx_page.write(run.config.model_copy(update={"data": data}), copy)
+    with served(copy) as url:
+        for page in opened(browser, url, *SIZES[0]):
+            text = "This is one sentence. And this another."
+            assert translated(page, text) == text
+            assert page.inner_text("#languages") == f"{code} to German"
+
+
 def test_axe_finds_no_violation_of_accessibility_rules(any_page: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="axe is not installed")
     script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")

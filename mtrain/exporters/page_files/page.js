@@ -16,8 +16,7 @@ function say(text, isError = false) {
 
 async function load() {
   settings = await (await fetch("page.json")).json();
-  const names = new Intl.DisplayNames("en", { type: "language", fallback: "code" });
-  $("languages").textContent = `${names.of(settings.source)} to ${names.of(settings.target)}`;
+  $("languages").textContent = settings.languages;
   [source.lang, output.lang] = [settings.source, settings.target];
   const library = await import(new URL("transformers.min.js", LIBRARY)).catch(() => null);
   if (!library) {
@@ -61,13 +60,22 @@ async function translatePart(text) {
 }
 
 /** Return the translation of a line; the sentences of one that is too long are translated apart. */
+/** Return what finds sentences; by the rules of the browser's language if the code is not BCP 47. */
+function sentenceSegmenter(code) {
+  const options = { granularity: "sentence" };
+  try {
+    return new Intl.Segmenter(code.replaceAll("_", "-"), options);
+  } catch {
+    return new Intl.Segmenter(undefined, options);
+  }
+}
+
 async function translateLine(line) {
   if (!line.trim()) return "";
   const whole = await translatePart(line);
   if (whole !== null) return whole;
-  const segmenter = new Intl.Segmenter(settings.source, { granularity: "sentence" });
   const parts = [];
-  for (const { segment } of segmenter.segment(line)) {
+  for (const { segment } of sentenceSegmenter(settings.source).segment(line)) {
     const part = segment.trim() ? await translatePart(segment) : "";
     if (part === null) throw new RangeError(`A sentence has more than ${settings.maxTokens} tokens: split it.`);
     parts.push(part);
