@@ -180,6 +180,24 @@ def test_a_page_with_language_codes_of_any_form_translates_long_lines(
             assert page.inner_text("#languages") == f"{code} to German"
 
 
+def test_without_a_service_worker_the_page_translates(
+    browser: Any, directory: Path, tmp_path: Path
+) -> None:
+    copy = copied(directory, tmp_path / "copy")
+    with served(copy) as url:
+        page, errors, _ = watched_page(browser, *SIZES[0])
+        page.add_init_script(
+            """navigator.serviceWorker.register = () => new Promise((_, reject) => {
+                setTimeout(() => { window.isRefused = true; reject(new Error("no")); }, 200);
+            });"""
+        )
+        page.goto(url)
+        page.wait_for_function("() => window.isRefused")
+        assert page.inner_text("#message") == ""
+        assert translated(page, "ba ce") == "ba ce" and errors == []
+        page.context.close()
+
+
 def test_axe_finds_no_violation_of_accessibility_rules(any_page: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="axe is not installed")
     script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")

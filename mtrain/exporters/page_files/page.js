@@ -47,7 +47,8 @@ async function load() {
   $("progress").hidden = true;
   say("");
   translate();
-  await navigator.serviceWorker?.register("service-worker.js");
+  // without it, the page translates only while it is online
+  await navigator.serviceWorker?.register("service-worker.js").catch(() => {});
 }
 
 /** Return the translation of text whose tokens fit the model; null if they do not. */
@@ -59,7 +60,6 @@ async function translatePart(text) {
   return tokenizer.batch_decode(ids, { skip_special_tokens: true })[0];
 }
 
-/** Return the translation of a line; the sentences of one that is too long are translated apart. */
 /** Return what finds sentences; by the rules of the browser's language if the code is not BCP 47. */
 function sentenceSegmenter(code) {
   const options = { granularity: "sentence" };
@@ -70,6 +70,7 @@ function sentenceSegmenter(code) {
   }
 }
 
+/** Return the translation of a line; the sentences of one that is too long are translated apart. */
 async function translateLine(line) {
   if (!line.trim()) return "";
   const whole = await translatePart(line);
