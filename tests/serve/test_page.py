@@ -143,6 +143,32 @@ def test_a_translated_file_is_downloaded_with_as_many_lines_as_its_source(
     assert Path(download.value.path()).read_text("utf-8") == "\n".join(lines) + "\n"
 
 
+def test_a_file_is_translated_to_the_language_chosen_when_it_was_opened(
+    page: Any, tmp_path: Path
+) -> None:
+    """The languages on the page change after the first of two requests."""
+    page.evaluate(
+        """() => {
+            const original = fetch;
+            window.pairs = [];
+            window.fetch = (path, options) => {
+                const fields = JSON.parse(options.body);
+                if (Array.isArray(fields.q)) {
+                    pairs.push(`${fields.source} ${fields.target}`);
+                    document.getElementById("source-language").value = "auto";
+                    document.getElementById("target-language").value = "fr";
+                }
+                return original(path, options);
+            };
+        }"""
+    )
+    (tmp_path / "text.txt").write_text("fo gu\n" * 150, encoding="utf-8")
+    page.set_input_files("#file", tmp_path / "text.txt")
+    page.wait_for_selector("#download:not([hidden])")
+    assert page.evaluate("pairs") == ["en de", "en de"]
+    assert page.get_attribute("#download", "download") == "text.de.txt"
+
+
 def test_markup_is_shown_as_text(page: Any) -> None:
     page.fill("#source", "<img src=x onerror=document.title=1> ba")
     page.wait_for_selector(".word")

@@ -257,6 +257,7 @@ let job = null;
 async function translateFile(file) {
   job?.abort();
   const controller = (job = new AbortController());
+  const pair = { source: from.value, target: to.value };
   $("job").hidden = false;
   $("download").hidden = true;
   $("cancel").textContent = "Stop";
@@ -269,7 +270,7 @@ async function translateFile(file) {
     const translated = [];
     while (translated.length < lines.length) {
       const batch = nextBatch(lines, translated.length);
-      const answer = await askPatiently(batch, controller.signal);
+      const answer = await askPatiently(batch, pair, controller.signal);
       translated.push(...answer.translatedText);
       $("progress").value = translated.length / lines.length;
       status(`${translated.length} of ${lines.length} lines`);
@@ -279,7 +280,7 @@ async function translateFile(file) {
     const link = $("download");
     URL.revokeObjectURL(link.href);
     link.href = URL.createObjectURL(blob);
-    link.download = file.name.replace(/(\.[^.]*)?$/, `.${to.value}$1`);
+    link.download = file.name.replace(/(\.[^.]*)?$/, `.${pair.target}$1`);
     link.hidden = false;
     status(`${lines.length} lines are translated.`);
     $("cancel").textContent = "Close";
@@ -303,8 +304,8 @@ function nextBatch(lines, first) {
   return batch;
 }
 
-async function askPatiently(batch, signal) {
-  const fields = { q: batch, source: from.value, target: to.value };
+async function askPatiently(batch, pair, signal) {
+  const fields = { q: batch, ...pair };
   for (let tries = 0; ; tries++) {
     try {
       return await ask("translate", fields, signal);
