@@ -169,6 +169,24 @@ def test_a_file_is_translated_to_the_language_chosen_when_it_was_opened(
     assert page.get_attribute("#download", "download") == "text.de.txt"
 
 
+DROP = """isFile => {
+    const data = new DataTransfer();
+    if (isFile) data.items.add(new File(["fo gu"], "text.txt"));
+    else data.setData("text/plain", "fo gu");
+    return ["dragover", "drop"].map((name) => {
+        const options = { dataTransfer: data, bubbles: true, cancelable: true };
+        return !document.getElementById("source").dispatchEvent(new DragEvent(name, options));
+    });
+}"""
+
+
+def test_a_dropped_file_is_translated_and_dropped_text_is_left_to_the_text_field(page: Any) -> None:
+    assert page.evaluate(DROP, False) == [False, False]  # not prevented
+    assert page.is_hidden("#job") and page.locator(".target-of-drop").count() == 0
+    assert page.evaluate(DROP, True) == [True, True]
+    page.wait_for_selector("#download:not([hidden])")
+
+
 def test_markup_is_shown_as_text(page: Any) -> None:
     page.fill("#source", "<img src=x onerror=document.title=1> ba")
     page.wait_for_selector(".word")

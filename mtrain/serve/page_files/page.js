@@ -343,9 +343,15 @@ function listen() {
     if (event.altKey && !event.ctrlKey && event.code === "KeyS") { event.preventDefault(); swap(); }
   });
   const pane = source.closest(".pane");
-  document.addEventListener("dragover", (event) => { event.preventDefault(); pane.classList.add("target-of-drop"); });
+  const hasFiles = (event) => event.dataTransfer.types.includes("Files"); // else it is text
+  document.addEventListener("dragover", (event) => {
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    pane.classList.add("target-of-drop");
+  });
   document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) pane.classList.remove("target-of-drop"); });
   document.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     pane.classList.remove("target-of-drop");
     if (event.dataTransfer.files[0]) translateFile(event.dataTransfer.files[0]);
