@@ -267,7 +267,9 @@ class _TagSpan:
     Attributes:
         start, end: equal if it holds no text.
         open_tag, close_tag: the markup; `close_tag` is empty for markup without an end tag.
-        is_after_space, is_before_space: whether it stands beside a space in the source.
+        is_after_space, is_before_space: whether it stands beside a space in the source, apart
+            from other markup.
+        is_after_markup: whether other markup without text stands between that space and it.
         children: the spans within it, in order.
     """
 
@@ -277,26 +279,29 @@ class _TagSpan:
     close_tag: str = ""
     is_after_space: bool = False
     is_before_space: bool = False
+    is_after_markup: bool = False
     children: list[_TagSpan] = field(default_factory=list)
 
 
 def _read_spans(block: _Block) -> tuple[str, _TagSpan]:
     """Return the text of a block as in `lines`, but with outer spaces, and its markup."""
     text, root = "", _TagSpan(0)
-    open_spans, since_text = [root], list[_TagSpan]()
+    open_spans, since_text, is_after_markup = [root], list[_TagSpan](), False
     for piece in block.pieces:
         if piece.text is not None:
             for span in since_text:
                 span.is_before_space = piece.text.startswith(" ")
-            since_text = []
+            since_text, is_after_markup = [], False
             is_double = text.endswith(" ") and piece.text.startswith(" ")
             text += piece.text[is_double:]
         elif piece.is_end:
             span = open_spans.pop()
             span.end, span.close_tag = len(text), piece.raw
+            is_after_markup |= span.start == span.end
         else:
             span = _TagSpan(len(text), len(text), piece.raw)
-            span.is_after_space = text.endswith(" ")
+            span.is_after_space, span.is_after_markup = text.endswith(" "), is_after_markup
+            is_after_markup |= not piece.is_start
             open_spans[-1].children.append(span)
             since_text.append(span)
             if piece.is_start:
@@ -395,7 +400,7 @@ class _Placement:
             end = self._tgt.span(0, last - 1)[1]
             if span.is_after_space and not span.is_before_space and end < len(self._tgt.text):
                 end += 1
-            elif span.is_after_space:
+            elif span.is_after_space and not span.is_after_markup:
                 span.open_tag = f" {span.open_tag}"
             return end, end
         is_end = at >= len(self._src.text)
