@@ -83,12 +83,8 @@ def word_starts(text: str) -> list[bool]:
     return starts
 
 
-def number_words(pieces: Sequence[str]) -> list[range]:
-    """Return the words of each piece, numbered from 0.
-
-    Pieces of one word have the same range. A piece that is only a space belongs to the next word,
-    at the end of the line to the last one.
-    """
+def texts_of(pieces: Sequence[str]) -> list[str]:
+    """Return the text of each piece; the first of consecutive byte pieces has that of all."""
     texts: list[str] = []
     for is_byte, run in groupby(pieces, key=lambda piece: bool(_BYTE.fullmatch(piece))):
         if is_byte:
@@ -96,6 +92,16 @@ def number_words(pieces: Sequence[str]) -> list[range]:
             texts += [raw.decode("utf-8", errors="replace"), *[""] * (len(raw) - 1)]
         else:
             texts += [piece.replace(_SPACE, " ") for piece in run]
+    return texts
+
+
+def number_words(pieces: Sequence[str]) -> list[range]:
+    """Return the words of each piece, numbered from 0.
+
+    Pieces of one word have the same range. A piece that is only a space belongs to the next word,
+    at the end of the line to the last one.
+    """
+    texts = texts_of(pieces)
     starts = iter(word_starts("".join(texts)))
     firsts: list[int] = []  # the first word of each group of pieces
     groups, num_words = [], 0

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from mtrain.decode.formats import Translation, number_words, word_starts
+from mtrain.decode.formats import (
+    Link,
+    Translation,
+    join,
+    number_words,
+    texts_of,
+    word_starts,
+)
+
+_DECODED = {"<unk>": " \u2047 "}  # pieces whose text is another, as SentencePiece decodes them
 
 
 def cut_words(text: str) -> list[str]:
@@ -22,21 +31,20 @@ def word_probs(translation: Translation, num_words: int) -> list[float]:
     """
     if not translation.token_log_probs:
         return []
-    sums, first = [0.0] * num_words, 0
-    for tokens, log_probs in _parts(translation):
-        words_of = number_words(tokens)
-        for words, log_prob in zip(words_of, log_probs, strict=False):
-            for word in words:
-                if first + word < num_words:
-                    sums[first + word] += log_prob
-        first += max((words.stop for words in words_of), default=0)
+    sums = [0.0] * num_words
+    for token, word in join(list(_parts(translation.tokens))).alignment or ():
+        if word < num_words:
+            sums[word] += translation.token_log_probs[token]
     return [round(math.exp(min(total, 0.0)), 4) for total in sums]
 
 
-def _parts(translation: Translation) -> Iterator[tuple[tuple[str, ...], tuple[float, ...]]]:
-    """Yield tokens and log-probabilities of each part of a long line, without eos."""
-    tokens, first = translation.tokens, 0
+def _parts(tokens: Sequence[str]) -> Iterator[Translation]:
+    """Yield each part of a long line, with its words linked to the tokens of the line."""
+    first = 0
     for end, token in enumerate(tokens):
         if token == tokens[-1]:  # eos
-            yield tokens[first:end], translation.token_log_probs[first:end]
+            pieces = [_DECODED.get(piece, piece) for piece in tokens[first:end]]
+            numbered = enumerate(number_words(pieces), first)
+            links = tuple(Link(number, word) for number, words in numbered for word in words)
+            yield Translation("".join(texts_of(pieces)).lstrip(" "), alignment=links)
             first = end + 1
