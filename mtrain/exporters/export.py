@@ -154,8 +154,9 @@ def _verified_archive(path: Path) -> _StoredReport:
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(directory)
             (folder,) = Path(directory).iterdir()
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise _damaged(path, f"it cannot be unpacked: {error}") from None
+        except Exception as error:  # zipfile has many types for damaged data, some without a text
+            why = str(error) or "its data is cut off"
+            raise _damaged(path, f"it cannot be unpacked: {why}") from None
         stored = _read_report(folder)
         if stored is None:
             raise _damaged(path, f"{_REPORT_FILE} is missing")

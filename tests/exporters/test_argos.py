@@ -282,6 +282,17 @@ def test_a_package_in_a_run_folder_is_checked(tmp_path: Path, trained: RunDir) -
         list(export.check_exports(run))
 
 
+def test_an_archive_with_any_damaged_byte_gives_an_error(tmp_path: Path) -> None:
+    package = tmp_path / "aa_bb.argosmodel"
+    with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{TOP}/README.md", "one two three " * 9)
+    whole = package.read_bytes()
+    for place in range(len(whole)):
+        package.write_bytes(whole[:place] + bytes([whole[place] ^ 0x81]) + whole[place + 1 :])
+        with pytest.raises(RunError, match=r"aa_bb\.argosmodel: must be whole, but is damaged: \w"):
+            list(export.check_exports(RunDir(tmp_path)))
+
+
 SPLIT = [
     ["A man sleeps.", "A dog barks!", "Is it so? yes it is."],
     ["Mr. Smith and Dr. Doe left.", "Then came J. Bach."],
