@@ -219,7 +219,7 @@ def _checksums(directory: Path) -> dict[str, str | None]:
 
 def _damaged(directory: Path, why: str) -> RunError:
     return RunError(
-        f"{directory}: must be whole, but is damaged: {why}; delete it, and it is made again."
+        f"{directory}: must be whole, but is damaged: {why}; delete it, and export it again."
     )
 
 

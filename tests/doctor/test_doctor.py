@@ -570,7 +570,7 @@ def test_an_export_in_the_run_folder_is_checked(cli: Cli, run: RunDir) -> None:
     assert failed(outcome) == ["exports"]
     assert facts(outcome, "exports") == [
         "ctranslate2: must be whole, but is damaged: the checksum of model.bin is another; delete "
-        "it, and it is made again."
+        "it, and export it again."
     ]
     report.write_text("{", encoding="utf-8")
     assert failed(examined(cli, run, "--no-replay")) == ["exports"]

@@ -864,7 +864,7 @@ def test_a_damaged_export_in_a_run_gives_a_one_line_error(
     outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba\n")
     assert (outcome.code, outcome.out) == (2, b"")
     assert outcome.err.startswith(f"mtrain: {folder}: must be whole, but is damaged: {why}")
-    assert outcome.err.endswith("; delete it, and it is made again.\n")
+    assert outcome.err.endswith("; delete it, and export it again.\n")
     assert outcome.err.count("\n") == 1
 
 
