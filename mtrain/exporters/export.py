@@ -62,7 +62,7 @@ class ExportReport:
     library: Library
     version: str  # of the library
     precision: str  # of the weights
-    num_bytes: int  # of all files
+    num_bytes: int  # of all files but `README.md` and `export.json`
     weights: str | None  # the SHA-256 of the run's `model.safetensors`
     files: dict[str, str | None]  # the SHA-256 of each other file
     parity: ParityReport
