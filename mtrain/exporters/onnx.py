@@ -257,7 +257,10 @@ class OnnxModel:
             "maxNewTokens": max(map(len, self.encode(lines))) + 1,
         }
         completed = subprocess.run(
-            [node, "-e", _NODE_PROGRAM], input=json.dumps(request), capture_output=True, text=True
+            [node, "-e", _NODE_PROGRAM],
+            input=json.dumps(request),
+            capture_output=True,
+            encoding="utf-8",
         )
         if completed.returncode:
             raise RunError(f"{_PROGRAM}: must translate, but ends with: {completed.stderr.strip()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import locale
 import os
 import random
 import re
@@ -361,7 +362,7 @@ def test_a_missing_node_or_transformers_js_is_noted_and_a_failing_one_is_an_erro
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("NODE_PATH", f"{os.pathsep}{tmp_path}")
     assert model.own_call(["ba"]).notes == ("node is not installed",)
-    write_node(tmp_path, "TypeError: no")
+    write_node(tmp_path, 'echo "TypeError: no" >&2; exit 1')
     own_call = model.own_call(["ba"])
     assert own_call.same is None
     assert own_call.notes == ("it is in no folder that NODE_PATH names",)
@@ -370,8 +371,23 @@ def test_a_missing_node_or_transformers_js_is_noted_and_a_failing_one_is_an_erro
         model.own_call(["ba"])
 
 
-def write_node(directory: Path, message: str) -> None:
-    """Write a `node` that fails with a message."""
+def test_the_output_of_node_is_read_as_utf_8_in_any_locale(
+    whole: tuple[Path, ExportReport], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("NODE_PATH", str(tmp_path))
+    (tmp_path / NODE_PACKAGE).mkdir(parents=True)
+    write_node(tmp_path, """echo '{"version": "4", "texts": ["Tür"]}'""")
+    before = locale.setlocale(locale.LC_CTYPE)
+    try:
+        locale.setlocale(locale.LC_CTYPE, "C")
+        assert OnnxModel(whole[0]).translate(["ba"], "fp32") == ("4", ["Tür"])
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+
+
+def write_node(directory: Path, command: str) -> None:
+    """Write a `node` that runs a shell command."""
     path = directory / "node"
-    path.write_text(f'#!/bin/sh\n/bin/echo "{message}" >&2\nexit 1\n', encoding="utf-8")
+    path.write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
     path.chmod(0o755)
