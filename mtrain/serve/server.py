@@ -101,6 +101,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
+        settings.host.encode("idna")  # where this fails, `create_server` leaves its socket open
         listening = socket.create_server(
             (settings.host, settings.port), family=family, backlog=1024
         )
@@ -108,8 +109,9 @@ def listen(settings: ServerSettings) -> socket.socket:
         # without it an answer in two writes waits 40 ms for the client's delayed acknowledgement
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
-    except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (while attempting")[0]
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "no host name"
+        reason = reason.partition(" (while attempting")[0]
         raise ConfigError(
             f"`--host` and `--port` must name an address to listen on, but {settings.host} port "
             f"{settings.port} cannot be used: {reason}."

@@ -249,10 +249,11 @@ def test_an_address_in_use_is_an_error(cli: Cli, trained: RunDir) -> None:
         )
 
 
-def test_an_unknown_host_is_an_error() -> None:
+@pytest.mark.parametrize("host", ["no host", "ä..b"])
+def test_an_unknown_host_is_an_error(host: str) -> None:
     with pytest.raises(ConfigError) as error:
-        listen(ServerSettings(host="no host", port=0))
-    begin = "`--host` and `--port` must name an address to listen on, but no host port 0 cannot be "
+        listen(ServerSettings(host=host, port=0))
+    begin = f"`--host` and `--port` must name an address to listen on, but {host} port 0 cannot be "
     assert re.fullmatch(rf"{begin}used: [\w ]+\.", str(error.value))
 
 
