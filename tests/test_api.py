@@ -384,6 +384,8 @@ def test_invalid_sampling_values_and_options_of_a_call_are_errors(model: mtrain.
         mtrain.ConfigError, match="`options` must be a DecodingOptions or None, but"
     ):
         model.translate(["ba"], {"beam": 1})  # type: ignore[call-overload]
+    with pytest.raises(mtrain.ConfigError, match="`shortlist` has no effect with a beam of 1, wh"):
+        mtrain.load(model.run.path, beam=1, shortlist="fast")
 
 
 def test_ctranslate2_translates_like_the_command_line_and_refuses_unsupported_options(

@@ -23,7 +23,6 @@ from mtrain.errors import RunError
 from mtrain.evaluation.evaluation import TestResult
 from mtrain.evaluation.metrics import Score, language_tokenizer
 from mtrain.exporters.exporter import Exporter, longest
-from mtrain.io.atomic import sha256_if_readable
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
@@ -255,10 +254,9 @@ def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each file, and its SHA-256 when it was tokenized, if known, else now."""
+    """Yield the name of each file, and its SHA-256 when it was tokenized, if known."""
     if _is_of_the_hub(corpus):
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return
     for path in paths_of(corpus):
-        digest = marks[path].sha256 if path in marks else sha256_if_readable(Path(path))
-        yield Path(path).name, f"`{digest}`" if digest else "not there any more"
+        yield Path(path).name, f"`{marks[path].sha256}`" if path in marks else "not known"

@@ -1056,13 +1056,13 @@ def test_the_card_has_iso_639_codes_as_language_and_the_configured_codes_as_lang
     assert (tree["language"], tree.get("language_bcp47")) == (languages, others)
 
 
-def test_the_model_card_lists_tsv_and_hub_corpora(tmp_path: Path) -> None:
-    gone = str(tmp_path / "gone.tsv")
-    assert list(model_card._files(TsvCorpus(tsv=[gone]), {})) == [
-        ("gone.tsv", "not there any more")
-    ]
-    marks = {gone: FileMark(1, 2, "abc")}
-    assert list(model_card._files(TsvCorpus(tsv=[gone]), marks)) == [("gone.tsv", "`abc`")]
+def test_the_model_card_lists_tsv_and_hub_corpora_and_reads_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_text("a secret", "utf-8")
+    corpus = TsvCorpus(tsv=[str(path)])
+    assert list(model_card._files(corpus, {})) == [("train.tsv", "not known")]
+    marks = {str(path): FileMark(1, 2, "abc")}
+    assert list(model_card._files(corpus, marks)) == [("train.tsv", "`abc`")]
     hub = HubCorpus(hub="wmt/wmt14", split="train", src="de", tgt="en")
     assert list(model_card._files(hub, {})) == [("wmt/wmt14, train", "of the hub")]
 
@@ -1071,7 +1071,7 @@ def test_a_pipe_or_newline_in_a_file_name_does_not_break_the_table_of_the_card(
     trained: RunDir,
 ) -> None:
     rows = card_with(trained, valid=TsvCorpus(tsv=["a|b\nc.tsv"])).splitlines()
-    assert "| validation | a\\|b c.tsv | not there any more |" in rows
+    assert "| validation | a\\|b c.tsv | not known |" in rows
 
 
 @pytest.mark.parametrize("library", EXPORTERS)
