@@ -213,13 +213,13 @@ MODEL = [
     ),
     model(
         "sine and cosine swapped",
-        "[angle_TK.sin(), angle_TK.cos()], -1",
-        "[angle_TK.cos(), angle_TK.sin()], -1",
+        "[angle_TI.sin(), angle_TI.cos()], -1",
+        "[angle_TI.cos(), angle_TI.sin()], -1",
     ),
     model(
         "sines and cosines in halves",
-        "torch.stack([angle_TK.sin(), angle_TK.cos()], -1).flatten(1)",
-        "torch.cat([angle_TK.sin(), angle_TK.cos()], -1)",
+        "torch.stack([angle_TI.sin(), angle_TI.cos()], -1).flatten(1)",
+        "torch.cat([angle_TI.sin(), angle_TI.cos()], -1)",
     ),
     model(
         "learned positions wrap around",
