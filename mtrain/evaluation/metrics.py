@@ -149,7 +149,8 @@ class ScoringOptions:
                 f"is {self.num_resamples} instead."
             )
         seed = os.environ.get("SACREBLEU_SEED", "none")
-        if seed.lower() != "none" and not (seed.isascii() and seed.isdigit()):
+        is_seed = seed.lower() == "none" or (seed.isascii() and seed.isdigit())
+        if self.num_resamples and not is_seed:
             raise ConfigError(
                 f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
             )

@@ -46,8 +46,8 @@ class SystemComparison:
 def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComparison]:
     """Compare each system with the first one, by every metric of `scorer`.
 
-    Equal scores get p = 1. sacreBLEU counts the draws with a greater difference; equal outputs have
-    none, so that its p-value would be close to 0.
+    Equal scores and test sets of one line get p = 1. sacreBLEU counts the draws with a greater
+    difference; there are none then, so that its p-value would be close to 0.
 
     Args:
         scorer: of the test set; its `num_resamples` must not be 0.
@@ -55,6 +55,7 @@ def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComp
     """
     baseline, *systems = outputs
     comparisons: list[SystemComparison] = []
+    is_paired = len(outputs[baseline]) > 1
     num_resamples, comet = scorer.options.num_resamples, scorer.options.comet
     for metric in scorer.metrics:
         metric.n_bootstrap = metric.seed = None  # else an interval stays in the signatures
@@ -64,7 +65,7 @@ def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComp
         for system, bs, ar in zip(systems, by_bs[1:], by_ar[1:], strict=True):
             difference = float(bs.score - by_bs[0].score)
             p_values = float(bs.p_value or 0.0), float(ar.p_value or 0.0)
-            if not difference:
+            if not difference or not is_paired:
                 p_values = 1.0, 1.0
             comparisons.append(
                 SystemComparison(name, baseline, system, difference, *p_values, *signatures)
@@ -76,7 +77,7 @@ def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComp
             after = scorer.comet_values(outputs[system])
             difference = float(after.mean() - before.mean())
             p_values = 1.0, 1.0
-            if difference:
+            if difference and is_paired:
                 p_values = paired_p_values(before, after, num_resamples)
             comparisons.append(
                 SystemComparison("COMET", baseline, system, difference, *p_values, *signatures)

@@ -389,6 +389,17 @@ def test_a_seed_that_sacrebleu_cannot_read_is_refused(
         ScoringOptions()
     said = f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
     assert str(error.value) == said
+    assert ScoringOptions(num_resamples=0).num_resamples == 0, "nothing is drawn"
+
+
+def test_a_test_set_of_one_line_shows_no_difference_between_systems() -> None:
+    options = ScoringOptions(metrics=["bleu", "chrf"], num_resamples=50)
+    outputs = {"first": [LINES[0]], "second": ["something else"]}
+    compared = significance.compare(
+        Scorer(metrics.TestSet(LINES[:1], [LINES[:1]]), options), outputs
+    )
+    assert [(each.p_bootstrap, each.p_randomization) for each in compared] == [(1.0, 1.0)] * 2
+    assert all(each.difference < 0 for each in compared)
 
 
 FAKE_COMET = """
