@@ -224,9 +224,12 @@ class _RunChecker:
             step = max(self.whole)
         translator = load(self.run, loading=LoadOptions(step=step))
         try:
-            valid_lines = [line for line in prepare.read_valid(self.run).src if line.strip()]
+            texts = [line for line in prepare.read_valid(self.run).src if line.strip()]
         except UserError:
-            valid_lines = []
+            texts = []
+        encoded = zip(texts, translator.tokenizer.encode_src(texts), strict=True)
+        limit = self.run.config.data.max_tokens  # longer lines are translated in parts
+        valid_lines = [line for line, ids in encoded if len(ids) <= limit]
         lines = valid_lines[:_NUM_LINES] or _synthetic_lines(translator.tokenizer)
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]
         batched = [best[0] for best in translator.search(sources)]

@@ -479,6 +479,15 @@ def test_a_copied_run_without_checkpoints_has_no_failed_check(cli: Cli, run: Run
     assert facts(outcome, "checkpoints") == ["none here; translating needs none"]
 
 
+def test_lines_that_are_translated_in_parts_are_not_searched_whole(cli: Cli, run: RunDir) -> None:
+    text = run.config_path.read_text("utf-8")
+    assert "max_tokens: 32" in text
+    run.config_path.write_text(text.replace("max_tokens: 32", "max_tokens: 2"), encoding="utf-8")
+    assert facts(examined(cli, run), "translates") == [
+        "5 made-up lines, the same alone and together"
+    ]
+
+
 def test_a_run_with_only_config_tokenizer_and_weights_has_no_failed_check(
     cli: Cli, run: RunDir
 ) -> None:
