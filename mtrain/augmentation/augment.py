@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ _EARLY = {"blank", "not-utf8", "repeated"}  # reasons of lines that are not tran
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
 _KEYS_OF_USE = {"weight", "tag", "until"}  # of a corpus; the others determine its pairs
 Tree = dict[str, Any]
+_Lost = tuple[int, str]  # a row, and the reason why its pair is dropped
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,10 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             for parts in zip(*translated, strict=True):
                 rows = parts[0].rows
                 pairs, lost = _judge(parts, pair_rules)
-                agreement = _agreement(judge, pairs, directions[0]) if judge else None
+                agreement = None
+                if judge is not None:
+                    pairs, lost = _drop_long(judge, pairs, lost, directions[0])
+                    agreement = _agreement(judge, pairs, directions[0])
                 if process_group.is_first:
                     _write_part(work_dir, number, rows, pairs, lost, request, agreement)
                     num_rows = number * PART_LINES + len(rows)
@@ -413,7 +417,7 @@ def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
 
 def _judge(
     parts: Sequence[_Translated], pair_rules: PairRules
-) -> tuple[list[Candidate], list[tuple[int, str]]]:
+) -> tuple[list[Candidate], list[_Lost]]:
     """Return the pairs that are kept, by row, and the row and the reason of each dropped one.
 
     Args:
@@ -436,6 +440,18 @@ def _early_reason(line: str, is_repeat: bool) -> str | None:
     if "\ufffd" in line:
         return "not-utf8"
     return "repeated" if is_repeat else None
+
+
+def _drop_long(
+    judge: Translator, pairs: list[Candidate], lost: list[_Lost], is_back: bool
+) -> tuple[list[Candidate], list[_Lost]]:
+    """Drop the pairs with a side of more tokens than the training of the judge had."""
+    limit, (src, tgt) = judge.options.max_input_tokens, (judge.tokenizer.src, judge.tokenizer.tgt)
+    first, second = (src, tgt) if is_back else (tgt, src)
+    sides = first.encode([pair.src for pair in pairs]), second.encode([pair.tgt for pair in pairs])
+    is_long = [limit is not None and max(map(len, ids)) > limit for ids in zip(*sides, strict=True)]
+    lost = sorted([*lost, *((pair.row, "max-tokens") for pair in compress(pairs, is_long))])
+    return [pair for pair, is_dropped in zip(pairs, is_long, strict=True) if not is_dropped], lost
 
 
 def _agreement(judge: Translator, pairs: Sequence[Candidate], is_back: bool) -> list[float]:

@@ -26,6 +26,7 @@ import mtrain
 from mtrain.augmentation import augment as augmenting
 from mtrain.augmentation.augment import AugmentRequest
 from mtrain.augmentation.new_config import with_corpus
+from mtrain.augmentation.pair_rules import Candidate
 from mtrain.augmentation.text import real_text
 from mtrain.config import config_file
 from mtrain.run.run_dir import RunDir
@@ -254,6 +255,19 @@ def test_the_run_that_only_scores_needs_not_fit_the_search_options(
     loaded = augmenting._load_judge(request)
     assert loaded is not None
     assert (loaded.options.beam, loaded.options.mbr, loaded.options.batch_tokens) == (3, "chrf", 99)
+
+
+def test_pairs_that_are_too_long_for_the_run_that_scores_are_dropped(
+    config_path: Path, reverser: RunDir, back_run: Path
+) -> None:
+    request = request_of(config_path, back_run, keep_best=0.5, agree_with=reverser.path)
+    judge = augmenting._load_judge(request)
+    assert judge is not None
+    short, long = "ba ce di", " ".join(["ba"] * 50)
+    pairs = [Candidate(short, short, 0), Candidate(long, short, 1), Candidate(short, long, 2)]
+    kept, lost = augmenting._drop_long(judge, pairs, [(3, "blank")], True)
+    assert kept == pairs[:1]
+    assert lost == [(1, "max-tokens"), (2, "max-tokens"), (3, "blank")]
 
 
 def with_mbr(run: Path, directory: Path) -> Path:
