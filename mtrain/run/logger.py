@@ -181,12 +181,19 @@ class RunLog:
             return False
         return any(json.loads(line).get(key) == value for line in read_lines(self._path))
 
-    def drop_after(self, step: int) -> None:
-        """Delete the metrics of later steps, which are about to be repeated."""
+    def drop_after(self, step: int, with_validation: bool = True) -> None:
+        """Delete the metrics of later steps, which are about to be repeated.
+
+        Without `with_validation`, the validation of `step` is about to be repeated, too.
+        """
         if self._board is not None:
             self._board.drop_after(step)
         if self._path is not None and self._path.exists():
-            kept = [line for line in read_lines(self._path) if _step(line) <= step]
+            kept = [
+                line
+                for line in read_lines(self._path)
+                if _step(line) < step + (with_validation or _VALIDATION not in line)
+            ]
             write_lines(self._path, kept)
 
     def open_bar(self, spent: float) -> None:

@@ -64,9 +64,11 @@ class CheckpointManager:
 
         A checkpoint that cannot be deleted stays; the first such failure is logged.
         """
-        regular = [step for step in checkpoint.steps(self.directory) if self.is_due(step, progress)]
-        best = progress.best_steps()[: self.config.keep_best]
-        kept = [*regular[-self.config.keep_last :], *best, progress.step]
+        saved = checkpoint.steps(self.directory)
+        regular = [step for step in saved if self.is_due(step, progress)]
+        best = [step for step in progress.best_steps() if step in saved]  # a save may have failed
+        last = regular[-self.config.keep_last :]
+        kept = [*last, *best[: self.config.keep_best], progress.step]
         checkpoint.prune(self.directory, kept, self._warn)
 
     def _warn(self, error: OSError | WriteError) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
@@ -166,7 +167,9 @@ class Trainer:
             if isinstance(self.gradients, FSDPGradients):
                 self.sharded = self.gradients.sharded
         self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
-        self.state.progress.min_bleu = noise_bleu(config.data.tgt_lang)
+        # of rank 0: another machine may lack the tokenizer of a language
+        min_bleu = process_group.broadcast_float(noise_bleu(config.data.tgt_lang))
+        self.state.progress.min_bleu = min_bleu
         greedy = replace(DecodingOptions.from_config(config), beam=1, mbr=None, with_scores=False)
         model = self.sharded.model if self.sharded else self.model
         self.translator = Translator(
@@ -447,17 +450,32 @@ class Trainer:
             )
             return True
         self.restore(path)
-        step = self.state.progress.step
-        self.log.drop_after(step)
+        progress, step = self.state.progress, self.state.progress.step
+        self.log.drop_after(step, with_validation=str(step) in progress.bleu_of_step)
         if self._is_finished() and self.checkpoints.has_final_weights(step):
             self.log.say(
                 f"{self.run_dir.path}: finished at step {step:,} "
                 f"(training ends {format_stopping_rule(self.settings)}); to go on, raise "
                 "`training.max_steps`, `training.max_minutes` or `training.patience`"
             )
+            if self.process_group.is_first:
+                self._change_finished_run()
             return False
         self.log.say(f"resuming from {path}")
         return True
+
+    def _change_finished_run(self) -> None:
+        """Save a changed `decoding`; name the other changed keys, which have no effect any more."""
+        old = self.run_dir.config
+        new = old.model_copy(update={"decoding": self.config.decoding})
+        for key, (before, now) in config_file.changes(old, new).items():
+            self.log.say(f"changed  {key}: {before!r} before, {now!r} now")
+        if new != old:
+            self.run_dir.save_config(new)
+        ignored = config_file.changes(new, self.config).keys() - {"run_dir"}
+        if ignored:
+            keys = ", ".join(f"`{key}`" for key in sorted(ignored))
+            self.log.say(f"{self.run_dir.path}: has finished; the changes of {keys} have no effect")
 
     def restore(self, path: Path) -> None:
         """Restore the state that a checkpoint folder holds."""

@@ -34,13 +34,14 @@ from mtrain.data import prepare
 from mtrain.data.batch import Batch, UpdateBatches, collate
 from mtrain.errors import DataError, RunError
 from mtrain.evaluation.metrics import bleu
+from mtrain.io.lines import read_lines
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import ProcessGroup
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.signals import Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.training import gradients as gradients_module
@@ -763,6 +764,59 @@ def test_the_last_and_the_best_checkpoints_are_kept(
     run = train(source, *keep, run=str(tmp_path / "run"))
     assert set(checkpoint.steps(run.checkpoints_dir)) == {2, 4, 10, 12}
     assert [path.name for path in run.checkpoints_dir.iterdir() if path.name[0] == "."] == []
+
+
+def test_a_best_validation_whose_checkpoint_was_not_saved_leaves_its_place_to_the_next_best(
+    tmp_path: Path,
+) -> None:
+    run, progress = RunDir(tmp_path), Progress()
+    settings = TrainingConfig(save_every=None, keep_last=1, keep_best=1, average=1)
+    manager = CheckpointManager(run, settings, RunLog(None), SINGLE)
+    for progress.step, score in ((10, 30.0), (20, 31.0), (30, 20.0)):
+        progress.note_validation(1.0, score)
+        if progress.step != 20:  # the disk is full
+            checkpoint.path_of(run.checkpoints_dir, progress.step).mkdir(parents=True)
+            manager.prune(progress)
+    assert set(checkpoint.steps(run.checkpoints_dir)) == {10, 30}
+
+
+def test_a_finished_run_takes_other_decoding_options_and_names_what_has_no_effect(
+    cli: Cli, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(straight.path, tmp_path / "run"))
+    changes = ["--set", "decoding.beam=7", "--set", "training.lr=0.5"]
+    outcome = cli("train", source, "--run", run.path, *changes)
+    assert outcome.code == 0
+    assert outcome.err.splitlines()[2:] == [
+        f"changed  decoding.beam: {straight.config.decoding.beam} before, 7 now",
+        f"{run.path}: has finished; the changes of `training.lr` have no effect",
+    ]
+    assert RunDir(run.path).config.decoding.beam == 7
+    assert RunDir(run.path).config.training == straight.config.training
+
+
+def test_a_validation_that_no_checkpoint_knows_is_not_in_the_metrics_twice(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        for values in ({"step": 6, "loss": 1.0}, {"step": 6, "valid_loss": 1.0}, {"step": 7}):
+            log.metrics(values)
+        log.drop_after(6)
+        assert [len(json.loads(line)) for line in read_lines(tmp_path / "metrics.jsonl")] == [2, 2]
+        log.drop_after(6, with_validation=False)
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == ['{"step": 6, "loss": 1.0}']
+
+
+def test_all_ranks_take_the_noise_limit_of_bleu_from_the_first(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OfAnotherMachine(ProcessGroup):
+        def broadcast_float(self, number: float) -> float:
+            return 17.5 if number == 3.0 else number
+
+    monkeypatch.setattr(trainer_module, "noise_bleu", lambda tgt_lang: 3.0)
+    run = train(source, "training.max_steps=2", run=str(tmp_path / "run"))
+    with RunLog(None) as log:
+        trainer = Trainer(run.config, run, log, OfAnotherMachine())
+    assert trainer.state.progress.min_bleu == 17.5
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_once_and_training_continues(
