@@ -661,9 +661,7 @@ def load(
         with_scores=False,
     )
     if shortlist is not None and options.beam == 1:
-        raise ConfigError(
-            "`shortlist` has no effect with a beam of 1, which ranks all tokens; leave it out."
-        )
+        raise ConfigError("`shortlist` has no effect with a beam of 1; leave it out.")
     loading = LoadOptions(device, precision, checkpoint, reverse=reverse)
     translator: SearchEngine
     if engine == "ctranslate2":
