@@ -183,11 +183,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
                 f"{output}: goes on after {min(num_done * PART_LINES, text.num_rows):,} lines"
             )
         engines = [
-            _Engine(
-                translating.load(group, _options(request, group[0]), request.loading),
-                length_stats.load(group[0].data_dir),
-                is_back,
-            )
+            _load_engine(request, group, is_back)
             for group, is_back in zip(request.groups, directions, strict=False)
         ]
         judge = _load_judge(request)
@@ -362,6 +358,11 @@ def _read_text(request: AugmentRequest, real: list[Corpus], directory: Path, war
             raise DataError("`data.train` must have at least one pair of real text, but has none.")
         raise DataError(f"{request.texts[0]}: must have at least one line, but is empty.")
     return text
+
+
+def _load_engine(request: AugmentRequest, runs: Sequence[RunDir], is_back: bool) -> _Engine:
+    translator = translating.load(runs, _options(request, runs[0]), request.loading)
+    return _Engine(translator, length_stats.load(runs[0].data_dir), is_back)
 
 
 def _load_judge(request: AugmentRequest) -> Translator | None:
