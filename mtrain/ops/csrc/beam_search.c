@@ -115,7 +115,8 @@ static status find_candidates(const search_shape *is, const decoder_shape *at, c
                                        ids + first * own->num_candidates,
                                        own->log_probs + first * own->num_candidates, end - first, d,
                                        ranked->size, 0, own->num_candidates);
-            for (int64_t i = first * own->num_candidates; i < end * own->num_candidates; i++)
+            for (int64_t i = first * own->num_candidates;
+                 result == OPS_OK && i < end * own->num_candidates; i++)
                 ids[i] = ranked->ids[ids[i]];
         }
     else if (is_scanned)
