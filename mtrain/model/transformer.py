@@ -297,7 +297,8 @@ class Transformer(nn.Module):
             return None
         shape, ids_BS = (int(slots_BS.max()) + 1, 2 * self.config.d_model), src_BS.numpy()
         sources = [
-            torch.empty(shape, dtype=self.cache_dtype or torch.float32) for _ in self.decoder
+            torch.empty(shape, dtype=self.cache_dtype or torch.float32, device="cpu")
+            for _ in self.decoder
         ]
         encodings_TD = self.src_positions.encodings(src_BS.shape[1], torch.float32, src_BS.device)
         for rows, width in groups:

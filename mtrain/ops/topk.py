@@ -185,7 +185,7 @@ def _compiled_top(
     """Call `topk` or `packed_topk` for contiguous rows."""
     never_ids = ids_tensor(*never)
     ids_NC = never_ids.new_empty((len(rows), count))
-    log_prob_NC = torch.empty((len(rows), count))
+    log_prob_NC = torch.empty((len(rows), count), dtype=torch.float32, device="cpu")
     tensors = (rows, never_ids, ids_NC, log_prob_NC)
     functions.call(name, tensors, *sizes, len(never), count, structures=structures)
     return TopTokens(ids_NC, log_prob_NC)
@@ -194,7 +194,7 @@ def _compiled_top(
 @functools.lru_cache(maxsize=16)
 def ids_tensor(*ids: int) -> Tensor:
     """Return an int64 tensor of ids; it is cached, and must not be modified."""
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def _are_ids(ids: list[int], num_tokens: int) -> bool:

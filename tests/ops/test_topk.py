@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from ways import BOTH_PATHS, EACH_WAY, LONG, SAY_MOST, SHORT, growth, normal
 
-from mtrain.ops import native
+from mtrain.ops import native, topk
 from mtrain.ops.topk import LazyLogits, Projection, TopTokens, argmax_tokens, top_tokens
 
 SAY_GROWTH_OF_SEARCH = f"""{SAY_MOST}
@@ -471,3 +471,31 @@ def test_a_forbidden_token_outside_the_vocabulary_raises_an_index_error(
     if way.is_compiled:
         with pytest.raises(IndexError):
             argmax_tokens(projected.logits(states), never)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_compiled_top_tokens_do_not_depend_on_the_default_dtype(calls, one_thread, dtype):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    expected = best_of(projected, states, [0], 3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = best_of(projected, states, [0], 3)
+    finally:
+        torch.set_default_dtype(before)
+    assert calls == ["packed_topk"] * 2
+    assert found.log_prob_NC.dtype == torch.float32
+    assert all(map(torch.equal, found, expected))
+
+
+@torch.no_grad()
+def test_compiled_top_tokens_do_not_depend_on_the_default_device(calls, one_thread):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    expected = best_of(projected, states, [0, 3, 7], 3)
+    topk.ids_tensor.cache_clear()
+    with torch.device("meta"):
+        found = best_of(projected, states, [0, 3, 7], 3)
+    assert calls == ["packed_topk"] * 2
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, best_of(projected, states, [0, 3, 7], 3), expected))
