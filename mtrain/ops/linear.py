@@ -68,7 +68,7 @@ class Linear(nn.Linear):
         # packing the weights in each call pays off only for many rows
         weight, bias = self.weight, self.bias
         functions = functions_for_linear(x, weight, bias)
-        if functions is None or self.out_features % functions.k_group_size:
+        if functions is None or len(weight) % functions.k_group_size:
             return None
         result: Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, functions, apply_relu, input_is_relu

@@ -419,7 +419,7 @@ def _has_widths(layer: LayerModules, d_model: int, d_ff: int) -> bool:
 def _is_map(linear: Linear, in_features: int, out_features: int) -> bool:
     return (
         type(linear) is Linear
-        and (linear.in_features, linear.out_features) == (in_features, out_features)
+        and linear.weight.shape == (out_features, in_features)
         and (linear.bias is None or is_float_vector(linear.bias, out_features))
     )
 

@@ -120,7 +120,7 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     structures: tuple[LinearMap, ...] = ()
     if isinstance(logits_NV, LazyLogits):
         name, rows, packed = "packed_topk", logits_NV.states_ND, logits_NV.packed
-        sizes = (*rows.shape, logits_NV.projection.out_features)
+        sizes = (*rows.shape, len(packed.weight))
         functions = None if packed.tiles is None else functions_for(rows)
         if functions is not None:
             structures = (packed.map_with(None),)

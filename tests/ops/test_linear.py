@@ -397,3 +397,17 @@ def test_a_nan_weight_makes_exactly_its_outputs_and_input_gradients_nan_in_every
     out, grad_x = grads_of(layer(x), torch.ones(3, 40), [x])
     assert out[:, 5].isnan().all() and out.isnan().sum() == 3
     assert grad_x[:, 2].isnan().all() and grad_x.isnan().sum() == 3
+
+
+@MULTIPLYING_PAIRS
+@pytest.mark.parametrize("num_outputs", [5, 4])
+def test_a_linear_map_whose_weights_were_shortened_equals_the_formula(way, calls, num_outputs):
+    """The attribute `out_features` is not updated; odd numbers of outputs are not compiled."""
+    layer, x = Linear(6, 9 - num_outputs, bias=False), leaf(3, 6, dtype=way.dtype)
+    layer.weight = nn.Parameter(normal(num_outputs, 6, seed=1, dtype=torch.float32))
+    out, *grads = grads_of(layer(x), torch.ones(3, num_outputs), [x, layer.weight])
+    assert calls == (["linear", "linear_grad"] if num_outputs == 4 else [])
+    exact = exactly([x, layer.weight.to(way.dtype)])
+    expected = grads_of(exact[0] @ exact[1].T, torch.ones(3, num_outputs), exact)
+    for found, plain in zip((out, *grads), expected, strict=True):
+        way.assert_near(found, plain, roundings=2)

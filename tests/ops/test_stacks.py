@@ -112,6 +112,19 @@ def test_layers_with_unsupported_options_do_not_use_the_compiled_decoder(config,
 
 
 @torch.no_grad()
+def test_layers_whose_weights_were_shortened_do_not_use_the_compiled_decoder(calls):
+    """Attributes such as `out_features` are not updated."""
+    model = packed()
+    for layer in (*model.encoder, *model.decoder):
+        inner, outer = layer.feed_forward.inner, layer.feed_forward.outer
+        inner.weight, inner.bias = nn.Parameter(inner.weight[:8].clone()), None
+        outer.weight = nn.Parameter(outer.weight[:, :8].clone())
+    model.pack_weights()
+    assert all(map(torch.equal, decoded(model), one_by_one(model)))
+    assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
+
+
+@torch.no_grad()
 def test_unpacked_or_float64_weights_do_not_use_the_compiled_decoder(calls):
     decoded(transformer(CONFIGS["post"]).float())
     decoded(packed().double())

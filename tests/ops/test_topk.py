@@ -499,3 +499,13 @@ def test_compiled_top_tokens_do_not_depend_on_the_default_device(calls, one_thre
     assert calls == ["packed_topk"] * 2
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, best_of(projected, states, [0, 3, 7], 3), expected))
+
+
+@torch.no_grad()
+def test_top_tokens_are_rows_of_the_weights_where_the_vocabulary_was_shortened(calls, one_thread):
+    projected, states = projection(6, 100), normal(9, 6, dtype=torch.float32)
+    projected.weight = torch.nn.Parameter(projected.weight[:70].clone())
+    projected.pack_weights()
+    top = best_of(projected, states, [1], 2000)
+    assert calls == ["packed_topk"]
+    assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [1], 2000))
