@@ -371,3 +371,33 @@ def test_a_target_out_of_range_is_an_error(way, calls, wrong):
     targets = torch.tensor([0, 6, wrong])
     with pytest.raises((IndexError, RuntimeError), match="index"):
         ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
+
+
+@MULTIPLYING
+@pytest.mark.parametrize("size", [50.0, 500.0, 1e3, 1e6])
+def test_the_compiled_loss_of_a_probable_target_is_near_zero_for_large_logits(way, calls, size):
+    """The target's logit is that of the sum of exponentials, whatever the order of its sum."""
+    states, weight = normal(64, 512, dtype=way.dtype), normal(300, 512, seed=1).float()
+    exact_NV = states.double() @ weight.to(way.dtype).double().T
+    margins = exact_NV.topk(2).values.diff()[:, 0].neg() * size
+    states, targets = (states * size)[margins > 40], exact_NV.argmax(1)[margins > 40]
+    assert len(states) > 30
+    exact = exactly([states, weight.to(way.dtype)])
+    expected = plain_loss(*exact, targets, 0.1)
+    states.requires_grad_(), weight.requires_grad_()
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
+    assert calls == ["projected_cross_entropy"]
+    assert abs(nll.item()) < 1e-5
+    torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=1e-4)
+    grads = torch.autograd.grad(loss, [states, weight])
+    for grad, plain in zip(grads, torch.autograd.grad(expected[0], exact), strict=True):
+        way.assert_near(grad, plain, roundings=2, floor=1e-6 * float(weight.detach().abs().max()))
+
+
+@EACH_WAY
+def test_the_nll_of_large_logits_is_not_rounded_at_their_size(way, calls):
+    logits, targets = (1e4 + 3 * normal(9, 40)).to(way.dtype), torch.arange(9)
+    expected = F.cross_entropy(logits.double(), targets, reduction="sum")
+    sums = torch.zeros(2, dtype=torch.float64)
+    cross_entropy._cross_entropy(logits, targets, 0.0, True, sums)
+    torch.testing.assert_close(sums, expected.expand(2), rtol=1e-6, atol=0)

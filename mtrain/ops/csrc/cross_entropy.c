@@ -11,7 +11,8 @@
  * the other factor, or to the result. The gradient of the target's logit is computed separately in float,
  * since subtracting 1 - smoothing may cancel most of it. The shift of a position is the logit of its
  * target, so that not all of its powers underflow; if one could overflow, they are computed again with the
- * greatest logit as the shift.
+ * greatest logit as the shift. Of large logits, the shift may differ from the logit that the loss is computed
+ * with, because they are sums in a different order; powers are then computed again, too.
  *
  * States and powers are float or bfloat16 (elem); weights are floats, rounded to elem.
  */
@@ -22,6 +23,7 @@
 #define DEPTH 512    /* vocabulary entries whose powers are multiplied with the weights at once */
 #define STRIDE (CHUNK + 32) /* of powers_across; a power of two would map its rows to the same cache sets */
 #define GREATEST 60.0f /* the greatest shifted logit; powers are computed again if one is above it */
+#define FARTHEST 1.0f  /* between a target's logit and its shift; else powers are computed again */
 
 /* Statistics of the positions of a chunk. */
 typedef struct {
@@ -45,19 +47,25 @@ static inline vec_float power_of_e(vec_float x) {
     return power * (vec_float)(((vec_u32)shifted + 127) << 23);
 }
 
-/* Use the greatest logit as the shift of positions whose powers could overflow; return whether any could. */
+/* Use the greatest logit as the shift of positions whose powers could overflow, or whose shift is not near
+ * the target's logit; return whether there are any. */
 static int shift_more(tokens *of, int64_t rows) {
     int is_any = 0;
-    for (int64_t c = 0; c < rows; c++)
-        if (of->tops[c] > of->shift[c] + GREATEST) of->shift[c] = of->tops[c], is_any = 1;
+    for (int64_t c = 0; c < rows; c++) {
+        float top = of->tops[c], shift = of->shift[c];
+        int is_far = top > shift + GREATEST || fabsf(of->wanted[c] - shift) > FARTHEST;
+        if (is_far && shift != top) of->shift[c] = top, is_any = 1;
+    }
     return is_any;
 }
 
-/* Add the loss and the negative log-likelihood of a chunk to loss_and_nll [2]. */
+/* Add the loss and the negative log-likelihood of a chunk to loss_and_nll [2]. Logits are subtracted from the
+ * shift first, so that log-probabilities are not rounded at the size of a logit. */
 static void add_losses(const tokens *of, int64_t rows, float smoothing, double *loss_and_nll) {
     for (int64_t c = 0; c < rows; c++) {
-        float log_sum = of->shift[c] + logf(of->sums[c]), nll = log_sum - of->wanted[c];
-        loss_and_nll[0] += (1.0f - smoothing) * nll + smoothing * (log_sum - of->means[c]);
+        float log_sum = logf(of->sums[c]), nll = log_sum + (of->shift[c] - of->wanted[c]);
+        float uniform = log_sum + (of->shift[c] - of->means[c]);
+        loss_and_nll[0] += (1.0f - smoothing) * nll + smoothing * uniform;
         loss_and_nll[1] += nll;
     }
 }
@@ -155,31 +163,31 @@ static void prepare_weights(workspace *in, const float *w) {
                             min_of(in->m - first, DEPTH), k);
 }
 
-/* Pack states [rows, k]^T, and compute the logits of their targets and the mean logits. */
+/* Pack states [rows, k]^T, and compute their shifts and mean logits. */
 static void prepare_states(const workspace *in, tokens *of, const elem *x,
                              const int64_t *targets, int64_t rows) {
     for (int64_t c = 0; c < round_up(rows, TOKENS); c++) {
         const elem *own = x + c * in->k, *w = in->w;
         uint32_t *to = in->states_across + c / TOKENS * TOKENS * in->num_groups + c % TOKENS;
-        float wanted = 0.0f, total = 0.0f;
+        float shift = 0.0f, total = 0.0f;
         of->shift[c] = 0.0f;
         for (int64_t i = 0; i < in->num_groups; i++) to[i * TOKENS] = 0;
         if (c >= rows) continue;
         for (int64_t i = 0; i < in->num_groups; i++)
             memcpy(to + i * TOKENS, own + i * K_GROUP, sizeof *to);
         w += targets[c] * in->k;
-#pragma omp simd reduction(+ : wanted, total)
+#pragma omp simd reduction(+ : shift, total)
         for (int64_t i = 0; i < in->k; i++) {
-            wanted += load(own[i]) * load(w[i]);
+            shift += load(own[i]) * load(w[i]);
             total += load(own[i]) * in->sum_w[i];
         }
-        of->shift[c] = of->wanted[c] = wanted;
+        of->shift[c] = shift;
         of->means[c] = total / (float)in->m;
     }
 }
 
 /* Compute the powers of all logits of a chunk, and their product with the weights; in the product, and in the
- * stored powers, those of targets are 0. */
+ * stored powers, those of targets are 0. Store the logits of targets. */
 static void accumulate_powers(const workspace *in, tokens *of, const int64_t *targets, int64_t rows) {
     float logits[ROW_BLOCK * TOKENS] __attribute__((aligned(ALIGNMENT)));
     int64_t k = in->k, num_groups = in->num_groups;
@@ -192,6 +200,10 @@ static void accumulate_powers(const workspace *in, tokens *of, const int64_t *ta
                 gemm_out to_logits = {.sums = logits, .stride = TOKENS};
                 gemm(to_logits, few, TOKENS, in->w + (piece + own) * k, num_groups, 1,
                                in->states_across + first * num_groups, num_groups);
+                for (int64_t c = 0; c < count; c++) {
+                    int64_t target = targets[first + c] - piece - own;
+                    if (target >= 0 && target < few) of->wanted[first + c] = logits[target * TOKENS + c];
+                }
                 uint32_t *down = NULL;
                 elem *across = NULL;
                 if (in->powers_down) {
@@ -296,9 +308,9 @@ status FUNCTION(cross_entropy)(elem *logits, const int64_t *targets, int64_t row
             power[i] = exp_(x - top);
             sum += power[i];
         }
-        float log_sum = top + logf(sum);
-        float part = log_sum - wanted;
-        loss_and_nll[0] += (1.0f - smoothing) * part + smoothing * (log_sum - total / (float)width);
+        float log_sum = logf(sum), part = log_sum + (top - wanted);
+        float uniform = log_sum + (top - total / (float)width);
+        loss_and_nll[0] += (1.0f - smoothing) * part + smoothing * uniform;
         loss_and_nll[1] += part;
         if (with_grad) {
             float share = 1.0f / sum;
