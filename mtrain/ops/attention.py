@@ -190,7 +190,9 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         tensors = (q_ND, cache_RX, slots_NT, out_ND)
         functions.call("paged_attention", tensors, *sizes, *strides, in_bf16, head_size**-0.5)
         return out_ND
-    rows_NTX = cache_RX[slots_NT.clamp(min=0)].to(q_ND.dtype)
+    # padding reads a row that its query attends to: a weight of 0 does not mask NaN of another row
+    read_NT = torch.where(slots_NT < 0, slots_NT.amax(1, keepdim=True), slots_NT)
+    rows_NTX = cache_RX[read_NT].to(q_ND.dtype)
     k_NHTK, v_NHTK = (
         x.view(*x.shape[:2], num_heads, -1).transpose(1, 2) for x in rows_NTX.chunk(2, -1)
     )

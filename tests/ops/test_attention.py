@@ -517,6 +517,21 @@ def test_paged_attention_propagates_nan_and_inf_only_to_queries_that_read_them(
 
 
 @EACH_WAY
+@TWO_OR_FOUR
+def test_a_nan_in_the_first_cache_row_does_not_reach_queries_with_padding(
+    way, calls, d_model, heads
+):
+    q_ND, cache_RX = (
+        normal(2, d_model, dtype=way.dtype),
+        normal(20, 2 * d_model, seed=1, dtype=way.dtype),
+    )
+    slots_NT = torch.tensor([[3, 7, -1], [4, 5, 6]])
+    expected = paged_attention(q_ND, cache_RX, slots_NT, heads)
+    cache_RX[0] = math.nan
+    assert torch.equal(paged_attention(q_ND, cache_RX, slots_NT, heads), expected)
+
+
+@EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_attention_propagates_nan_and_inf_to_its_output_and_gradients(way, calls, value, which):
