@@ -121,12 +121,13 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     if isinstance(logits_NV, LazyLogits):
         name, rows, packed = "packed_topk", logits_NV.states_ND, logits_NV.packed
         sizes = (*rows.shape, len(packed.weight))
-        functions = None if packed.tiles is None else functions_for(rows)
+        is_packed = packed.tiles is not None
+        functions = _functions_without_grad(rows, packed.weight) if is_packed else None
         if functions is not None:
             structures = (packed.map_with(None),)
     else:
         name, rows, sizes = "topk", logits_NV.contiguous(), logits_NV.shape
-        functions = functions_for(rows)
+        functions = _functions_without_grad(rows)
     count = min(count, sizes[-1] - len(never))
     is_matrix = rows.dim() == 2
     if functions is not None and is_matrix and count > 0 and _are_ids(never, sizes[-1]):
@@ -153,8 +154,10 @@ def top_tokens_of(
         shortlists: the ranked tokens of each sentence.
         count: at most V.
     """
-    states_ND = logits_NV.states_ND if isinstance(logits_NV, LazyLogits) else None
-    functions = None if states_ND is None else functions_for(states_ND)
+    states_ND, functions = None, None
+    if isinstance(logits_NV, LazyLogits):
+        states_ND = logits_NV.states_ND
+        functions = _functions_without_grad(states_ND, logits_NV.packed.weight)
     tops, first = [], 0
     for sentence, rows in itertools.groupby(sentence_N):
         end, ranked = first + len(list(rows)), shortlists[sentence]
@@ -171,6 +174,13 @@ def top_tokens_of(
             tops.append(top_tokens(own_NV, [], count))
         first = end
     return TopTokens(*map(torch.cat, zip(*tops, strict=True)))
+
+
+def _functions_without_grad(*tensors: Tensor) -> Functions | None:
+    """Return the compiled functions, which have no gradient; None where one is needed."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    return functions_for(*tensors)
 
 
 def _compiled_top(

@@ -2,14 +2,22 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ways import BOTH_PATHS, EACH_WAY, LONG, SAY_MOST, SHORT, growth, normal
+from ways import BOTH_PATHS, EACH_WAY, LONG, SAY_MOST, SHORT, exactly, growth, leaf, normal
 
 from mtrain.ops import native, topk
-from mtrain.ops.topk import LazyLogits, Projection, TopTokens, argmax_tokens, top_tokens
+from mtrain.ops.topk import (
+    LazyLogits,
+    Projection,
+    TopTokens,
+    argmax_tokens,
+    top_tokens,
+    top_tokens_of,
+)
 
 SAY_GROWTH_OF_SEARCH = f"""{SAY_MOST}
 torch.set_num_threads(1)
@@ -509,3 +517,42 @@ def test_top_tokens_are_rows_of_the_weights_where_the_vocabulary_was_shortened(c
     top = best_of(projected, states, [1], 2000)
     assert calls == ["packed_topk"]
     assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [1], 2000))
+
+
+@pytest.mark.parametrize("frozen", ["none", "states", "weight"])
+def test_log_probs_of_packed_weights_have_the_gradients_of_the_log_softmax(
+    calls, one_thread, frozen
+):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    states.requires_grad_(frozen != "states")
+    projected.weight.requires_grad_(frozen != "weight")
+    inputs = [x for x in (states, projected.weight) if x.requires_grad]
+    targets = torch.arange(9) * 4
+    found = torch.autograd.grad(projected.log_probs(states, targets).sum(), inputs)
+    log_probs = (states @ projected.weight.T).log_softmax(-1)
+    expected = torch.autograd.grad(log_probs.gather(1, targets[:, None]).sum(), inputs)
+    for grad, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, plain, rtol=1e-5, atol=1e-6)
+
+
+@EACH_WAY
+def test_top_tokens_have_the_gradients_of_the_log_softmax(way, calls, one_thread):
+    logits = leaf(5, 40, dtype=way.dtype)
+    top = top_tokens(logits, [0], 3)
+    assert calls == []
+    (found,) = torch.autograd.grad(top.log_prob_NC.sum(), logits)
+    (exact,) = exactly([logits])
+    expected = exact.log_softmax(-1).gather(1, top.ids_NC).sum()
+    roundings = 8 if way.dtype is SHORT else 1  # the plain formula takes several operations
+    way.assert_near(found, *torch.autograd.grad(expected, exact), roundings)
+
+
+def test_top_tokens_of_shortlists_have_gradients(calls, one_thread):
+    projected, states = projection(6, 40), normal(4, 6, dtype=torch.float32)
+    ids_C = np.array([2, 5, 9, 30])
+    logits = projected.logits(states)
+    top = top_tokens_of(logits, [0, 0, 0, 0], projected.rows([ids_C]), 2)
+    (found,) = torch.autograd.grad(top.log_prob_NC.sum(), projected.weight)
+    own = (states @ projected.weight[ids_C].T).log_softmax(-1)
+    (expected,) = torch.autograd.grad(own.topk(2).values.sum(), projected.weight)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
