@@ -137,16 +137,23 @@ def search_steps(
     functions = decoder.functions_for(encodings_TD, cache.pasts, cache.sources)
     if packed is None or packed.tiles is None or functions is None:
         return None
-    num_positions = _num_positions(len(num_places_B), rules.beam)
+    num_sentences = len(num_places_B)
+    num_positions = _num_positions(num_sentences, rules.beam)
+    is_usable = (
+        len(packed.weight) == len(decoder.table_VD)
+        and len(rules.max_lengths_B) == len(best_BM) == num_sentences
+        and len(rules.shortlists) in (0, num_sentences)
+    )
     row_maps = [ranked.row_map for ranked in rules.shortlists if ranked.row_map is not None]
     fewest = min((len(ranked.ids_C) for ranked in rules.shortlists), default=rules.beam)
-    if len(row_maps) < len(rules.shortlists) or fewest < rules.beam:
+    if not is_usable or len(row_maps) < len(rules.shortlists) or fewest < rules.beam:
         return None
     num_rows, num_past = cache.past_slots_NT.shape
-    buffers = _Buffers(cache, rows, len(num_places_B) * rules.beam, num_positions)
-    num_places_B, best_BM, never_ids = num_places_B.copy(), best_BM.copy(), ids_tensor(*rules.never)
+    buffers = _Buffers(cache, rows, num_sentences * rules.beam, num_positions)
+    num_places_B = np.array(num_places_B, np.int64, order="C")  # copies, which the call updates
+    best_BM, never_ids = np.array(best_BM, np.float64, order="C"), ids_tensor(*rules.never)
     search_shape = SearchShape(
-        *(len(num_places_B), rules.beam, best_BM.shape[1], num_positions, rows.written_NT.shape[1]),
+        *(num_sentences, rules.beam, best_BM.shape[1], num_positions, rows.written_NT.shape[1]),
         *(len(cache.free_slots), len(rules.penalty_T), len(rules.never), decoder.window),
         *(rules.eos, rules.early_stop, rules.argmax_only),
     )
@@ -160,8 +167,9 @@ def search_steps(
         pointers(cache.sources),
         _output_layer(packed, rules.argmax_only, shortlists),
     )
-    inputs = [rules.penalty_T, rules.max_lengths_B, cache.free_slots]
-    arrays = [*map(np.ascontiguousarray, inputs), num_places_B, best_BM, *buffers.arrays()]
+    penalty_T = np.ascontiguousarray(rules.penalty_T, np.float64)
+    inputs = [np.ascontiguousarray(x, np.int64) for x in (rules.max_lengths_B, cache.free_slots)]
+    arrays = [penalty_T, *inputs, num_places_B, best_BM, *buffers.arrays()]
     addresses = [array.ctypes.data for array in arrays]
     tensors = (decoder.table_VD, encodings_TD, never_ids)
     functions.call("search_steps", tensors, *addresses, structures=structures)

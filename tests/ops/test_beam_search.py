@@ -353,3 +353,51 @@ def test_a_compiled_search_does_not_modify_its_arguments():
     assert MODELS["endless"].search_steps(search.state, *arguments, rules) is not None
     for before, after in zip(kept, (*search.rows, *search.sentences), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@torch.inference_mode()
+def test_a_compiled_search_refuses_negative_places_and_no_best_hypotheses():
+    search, rules = rules_and_rows(MODELS["endless"])
+    best_BM, arguments = search.sentences.best_BM, (search.state, search.rows)
+    for places, best in ((np.array([-1, 2]), best_BM), (np.array([2, 2]), best_BM[:, :0])):
+        with pytest.raises(IndexError):
+            MODELS["endless"].search_steps(*arguments, places, best, rules)
+
+
+@torch.inference_mode()
+def test_a_compiled_search_returns_none_for_arrays_of_other_lengths():
+    model = MODELS["endless"]
+    search, rules = rules_and_rows(model)
+    places, best_BM = search.sentences.num_places_B, search.sentences.best_BM
+    short = rules._replace(shortlists=model.output.rows([np.arange(9)]))
+    limits = rules._replace(max_lengths_B=rules.max_lengths_B[:1])
+    for changed, best in ((short, best_BM), (limits, best_BM), (rules, best_BM[:1])):
+        assert model.search_steps(search.state, search.rows, places, best, changed) is None
+
+
+@torch.no_grad()
+def test_a_compiled_search_returns_none_for_an_output_layer_of_another_vocabulary():
+    model = packed(eos=0.0)
+    search, rules = rules_and_rows(model)
+    model.output.weight = torch.nn.Parameter(model.output.weight[:15].clone())
+    model.output.pack_weights()
+    assert model._compiled_decoder is not None
+    assert model.search_steps(search.state, search.rows, *search.sentences[1:3], rules) is None
+
+
+@torch.inference_mode()
+def test_a_compiled_search_takes_arrays_of_other_types_and_layouts():
+    model = MODELS["endless"]
+    search, rules = rules_and_rows(model)
+    places, best_BM = search.sentences.num_places_B, search.sentences.best_BM
+    expected = model.search_steps(search.state, search.rows, places, best_BM, rules)
+    search, rules = rules_and_rows(model)
+    rules = rules._replace(
+        max_lengths_B=rules.max_lengths_B.astype(np.int32),
+        penalty_T=rules.penalty_T.astype(np.float32),
+    )
+    places, best_BM = places.astype(np.int32), np.asfortranarray(best_BM, np.float32)
+    found = model.search_steps(search.state, search.rows, places, best_BM, rules)
+    assert found is not None and expected is not None
+    assert found.rows.written_NT.tolist() == expected.rows.written_NT.tolist()
+    assert found.num_places_B.dtype == np.int64

@@ -77,14 +77,15 @@ static search_space plan(const search_shape *is, const decoder_shape *at) {
 }
 
 /* Whether the arguments are in range: rows are sorted by sentence, at most `beam` of each; each maximum
- * length has a penalty; and each shortlist has enough tokens. */
+ * length has a penalty; each sentence has 0 to `beam` places; and each shortlist has enough tokens. */
 static int is_valid(const search_shape *is, const search_space *own, const shortlist *shortlists,
                     const int64_t *ints, int64_t rows, const int64_t *max_lengths,
                     const int64_t *num_places) {
     int64_t last = 0, of_sentence = 0;
-    if (rows < 1 || rows > own->rows || own->num_candidates < 1) return 0;
+    if (rows < 1 || rows > own->rows || own->num_candidates < 1 || is->num_best < 1) return 0;
     for (int64_t b = 0; b < is->num_sentences; b++)
-        if (max_lengths[b] < 0 || max_lengths[b] + 1 >= is->num_penalties || num_places[b] > is->beam)
+        if (max_lengths[b] < 0 || max_lengths[b] + 1 >= is->num_penalties || num_places[b] < 0 ||
+            num_places[b] > is->beam)
             return 0;
     for (int64_t b = 0; shortlists && b < is->num_sentences; b++)
         if (shortlists[b].size < own->num_candidates) return 0;
