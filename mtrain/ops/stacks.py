@@ -38,6 +38,9 @@ from mtrain.ops.native import (
 )
 from mtrain.ops.packed_weights import Ints
 
+# above this many, the compiled encoder is slower than its layers: it holds all scores of a head
+_MAX_SOURCE_POSITIONS = 512
+
 
 class LayerModules(NamedTuple):
     """The modules of a post-norm layer with ReLU and without activation dropout.
@@ -151,7 +154,8 @@ class _CompiledStack:
 class CompiledEncoder(_CompiledStack):
     """The layers of an encoder with packed weights, as one compiled call.
 
-    It computes what the layers compute one operation after the other, bit for bit.
+    It computes what the layers compute one operation after the other: bit for bit up to 128 source
+    positions, above which the layers use PyTorch's attention.
     """
 
     @staticmethod
@@ -176,6 +180,7 @@ class CompiledEncoder(_CompiledStack):
             or x_BSD.shape[2] != self._d_model
             or not (is_plain(keep_BS) and keep_BS.dtype is torch.bool)
             or keep_BS.shape != x_BSD.shape[:2]
+            or keep_BS.shape[1] > _MAX_SOURCE_POSITIONS
         ):
             return None
         shape = self._encoder_shape(keep_BS.shape)
@@ -245,7 +250,8 @@ class _EmbeddedStack(_CompiledStack):
 class CompiledSources(_EmbeddedStack):
     """Embedding, encoder, and source keys and values of a decoder's layers, as one compiled call.
 
-    It computes what they compute one operation after the other, bit for bit.
+    It computes what they compute one operation after the other, with the same bits as in
+    `CompiledEncoder`.
     """
 
     def write(
@@ -268,6 +274,7 @@ class CompiledSources(_EmbeddedStack):
             functions is None
             or not (ids_BS.shape == slots_BS.shape and ids_BS.ndim == 2 and ids_BS.size)
             or not ids_BS.dtype == slots_BS.dtype == np.int64
+            or ids_BS.shape[1] > _MAX_SOURCE_POSITIONS
         ):
             return False
         ids_BS, slots_BS = np.ascontiguousarray(ids_BS), np.ascontiguousarray(slots_BS)

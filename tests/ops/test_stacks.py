@@ -256,6 +256,20 @@ def test_compiled_sources_equal_those_of_their_modules_bit_for_bit(
     assert np.array_equal(found.src_slots_NS, expected.src_slots_NS)
 
 
+@torch.no_grad()
+def test_sources_above_512_positions_are_encoded_layer_by_layer(calls):
+    """Whose scores the compiled encoder would hold all at once."""
+    model = packed()
+    for length, num_calls in ((512, 1), (513, 0)):
+        src_BS, keep_BS = ids(length, 3)[None], left_keep([length])
+        calls.clear()
+        memory_BSD = model.encode(src_BS, keep_BS)
+        cache = model.start(src_BS, keep_BS)
+        assert calls.count("encoder") == calls.count("encode_sources") == num_calls
+        (source_RX, *_), layer = cache.sources.layers, model.decoder[0]
+        torch.testing.assert_close(source_RX, layer.project_source(memory_BSD[0]))
+
+
 @pytest.mark.parametrize("config", [model_config(norm="pre"), model_config(activation="gelu")])
 @torch.no_grad()
 def test_unsupported_or_unpacked_models_do_not_use_compiled_sources(config, calls):
