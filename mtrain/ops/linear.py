@@ -86,7 +86,7 @@ class Linear(nn.Linear):
             input: [..., in_features], float32.
             apply_relu: apply ReLU to the result; not together with `input_is_relu`.
             input_is_relu: skip the zeros of `input`, which are most of it in a trained model; the
-                result is the same, bit for bit.
+                result is the same, bit for bit, for finite weights.
         """
         packed = self._packed_for(input)
         if packed is None or "bias" not in self._parameters:

@@ -84,7 +84,8 @@ static int64_t find_nonzero(int32_t *nonzero, const float *x, int64_t k) {
 }
 
 /* `multiply_tile` of gemm.h for one row with few nonzero numbers, and num_tiles neighbouring tiles. Sums
- * begin at 0 and add the nonzero products in the same order, so that the result has the same bits. */
+ * begin at 0 and add the nonzero products in the same order, so that the result has the same bits for finite
+ * weights. */
 static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
                                const float *x, const int32_t *nonzero, int64_t count,
                                const float *packed, int64_t k, int num_tiles) {

@@ -227,7 +227,8 @@ extern const int64_t fast_int8_float;
 status packed_linear_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k, int64_t m,
                            int apply_relu);
 
-/* packed_linear without max(0, .), with the same bits, faster where most of x is 0. */
+/* packed_linear without max(0, .), for finite weights with the same bits, faster where most of x is 0. NaN and
+ * inf weights of a zero in x are skipped. */
 status packed_linear_sparse_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k,
                                   int64_t m);
 
