@@ -196,7 +196,7 @@ def library() -> Library:
         path = build.library_path(build.LIB_DIR, isa.name)
         if path.is_file():
             return _load(path, isa.name)
-    if any(build.LIB_DIR.glob(f"{setting}*.so")):
+    if any(build.LIB_DIR.glob(f"{setting or '*'}-*.so")):
         return Library(None, reason="its library was built from other sources")
     return Library(None, reason=f"no library for {setting or platform.machine()} is installed")
 

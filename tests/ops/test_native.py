@@ -121,6 +121,15 @@ def test_describe_gives_the_reason_when_no_library_is_loaded(lib_dir, monkeypatc
     assert native.compiled() is None
 
 
+def test_describe_does_not_take_the_library_of_another_instruction_set_for_an_outdated_one(
+    lib_dir, monkeypatch
+):
+    name = build.instruction_sets()[0].name
+    (lib_dir / f"{name}_more-0123456789ab.so").write_text("of another instruction set")
+    monkeypatch.setenv("MTRAIN_NATIVE", name)
+    assert native.describe() == f"plain (no library for {name} is installed)"
+
+
 def test_describe_quotes_the_loader_error_of_a_damaged_library(lib_dir):
     path = build.library_path(lib_dir, USABLE[-1])
     path.write_text("this is no library")
