@@ -62,8 +62,8 @@ typedef struct {
 enum { IN_FLOAT, IN_BF16, IN_INT8 };
 
 /* A linear map x w^T + bias. With weights in bfloat16, x is rounded to bfloat16; with weights in int8, each
- * row of x is quantised to int8 with the scale max |x| / 127. Sums of products are exact for int8, else in
- * float. native.py declares the same structures. */
+ * row of x is quantised to int8 with the scale max |x| / 127. Sums of products are in float; for int8 they are
+ * exact up to k = 133144 (2^31 / 127^2). native.py declares the same structures. */
 typedef struct {
     int64_t format;       /* of the weights */
     const void *packed;   /* [m, k] in tiles */

@@ -151,7 +151,7 @@ static inline void *alloc_floats(int64_t count) {
     return aligned_alloc(ALIGNMENT, round_up(4 * count + !count, ALIGNMENT));
 }
 
-/* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number; NaN stays NaN. */
+/* e^x for x <= 0, to about one unit in the last place; 0 for x < -87; NaN stays NaN. */
 static inline float exp_(float x) {
     float bounded = x < -87.0f ? -87.0f : x;
     float whole = rintf(bounded * 1.44269504f);
