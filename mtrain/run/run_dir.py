@@ -13,7 +13,7 @@ from pathlib import Path
 from mtrain.config import config_file
 from mtrain.config.corpora import has_both_directions
 from mtrain.config.sections import Config
-from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.errors import ConfigError, RunError, UserError
 from mtrain.io.atomic import only_process, sweep, writable_dir
 
 LOCK_FILE = ".lock"
@@ -54,8 +54,8 @@ class RunDir:
     def tokenizing(self) -> Iterator[Path]:
         """Yield the working folder of tokenizing, from which an interrupted process resumes.
 
-        It is deleted on success, on errors in config or corpora, and on other errors before the
-        first part is finished.
+        It is deleted on success, and on errors before the first part is finished. A process that
+        finds another text or other settings empties it.
 
         Raises:
             RunError: if another process holds it, or the path is that of a file.
@@ -67,9 +67,8 @@ class RunDir:
             sweep(self.tokenizer_dir)
             try:
                 yield path
-            except (UserError, OSError) as error:
-                has_parts = any(path.glob("part-*.json"))
-                if isinstance(error, ConfigError | DataError) or not has_parts:
+            except (UserError, OSError):
+                if not any(path.glob("part-*.json")):
                     shutil.rmtree(path)
                     with suppress(OSError):  # it is not empty
                         self.path.rmdir()

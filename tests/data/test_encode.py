@@ -207,14 +207,21 @@ def test_tokenizing_interrupted_between_tokenizer_and_data_resumes_unless_the_te
     assert any("resumes after 230" in line for line in said) != is_changed
 
 
-def test_a_data_error_during_tokenizing_leaves_no_run_folder(
-    tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_done", [0, 2])
+def test_tokenizing_resumes_after_a_read_error_with_the_parts_that_were_finished(
+    tmp_path: Path,
+    tree: Tree,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    num_done: int,
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
-    interrupted(monkeypatch, 2, DataError("train: is not what it was."))
+    interrupted(monkeypatch, num_done, DataError("train: cannot be read: Stale file handle."))
     with pytest.raises(DataError):
         make(source, run)
-    assert not run.exists()
+    assert run.exists() == (num_done > 0)
+    said = make(source, run)
+    assert (f"{run}: tokenizing resumes after 80 training pairs" in said) == (num_done > 0)
 
 
 def test_two_processes_do_not_tokenize_in_one_folder(tmp_path: Path, tree: Tree) -> None:
@@ -372,7 +379,7 @@ def test_a_mixture_corpus_with_all_pairs_dropped_is_named_in_the_error(
         "`data.train[2]` must have a pair that can be used, but all are dropped: 1 "
         "(blank-side 1); change the text or `data.clean`."
     )
-    assert not (tmp_path / "run").exists()
+    assert not prepare.is_prepared(RunDir(tmp_path / "run"))
 
 
 def test_check_reports_a_mixture_corpus_with_all_pairs_dropped(
