@@ -30,7 +30,7 @@ from mtrain.corpus.reader import (
 from mtrain.data import arrow_shards, encode, loader, replay
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
-from mtrain.errors import ConfigError, RunError, damaged
+from mtrain.errors import ConfigError, DataError, RunError, damaged
 from mtrain.io import text_width
 from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
@@ -160,7 +160,10 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
         work_dir,
         with_text=config.tokenizer.sampling_alpha > 0,
     )
-    parts = encode.encode(job, PART_PAIRS)
+    try:
+        parts = encode.encode(job, PART_PAIRS)
+    finally:  # another text may be the cause of an error
+        _check_unchanged(marks, work_dir)
     with whole_dir(run.data_dir) as directory:
         marks |= _mark_texts(data)
         (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
@@ -252,6 +255,15 @@ def _scan(
     sizes = dict(counts)
     write_lines(path, [json.dumps({"settings": settings, "marks": marks, "sizes": sizes})])
     return marks, sizes
+
+
+def _check_unchanged(marks: Tree, work_dir: Path) -> None:
+    """Reject files that have changed since the scan; then no finished part is used again."""
+    for path in changed_files(_file_marks(marks)):
+        (work_dir / _SCAN_FILE).unlink()
+        raise DataError(
+            f"{path}: must stay as it is while it is tokenized, but has changed; start again."
+        )
 
 
 def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> None:

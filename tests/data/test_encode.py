@@ -224,6 +224,40 @@ def test_tokenizing_resumes_after_a_read_error_with_the_parts_that_were_finished
     assert (f"{run}: tokenizing resumes after 80 training pairs" in said) == (num_done > 0)
 
 
+@pytest.mark.parametrize("is_restored", [False, True], ids=["left", "restored"])
+@pytest.mark.parametrize("count", [230, 231, 300], ids=["replaced", "one more", "grown"])
+def test_a_file_that_changes_while_it_is_tokenized_is_an_error_and_its_parts_are_not_used(
+    tmp_path: Path,
+    tree: Tree,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    is_restored: bool,
+) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+
+    def train_then_change(*arguments: Any) -> sentencepiece.Tokenizer:
+        tokenizer = train(*arguments)
+        write_corpus(tmp_path, "long", corpus(count, 3 if count > 230 else 4))
+        return tokenizer
+
+    train = prepare._train_tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_train_tokenizer", train_then_change)
+        with pytest.raises(DataError) as error:
+            make(source, run)
+    path = tree["data"]["train"]["src"][0]
+    assert str(error.value) == (
+        f"{path}: must stay as it is while it is tokenized, but has changed; start again."
+    )
+    assert not prepare.is_prepared(RunDir(run))
+    if is_restored:
+        write_corpus(tmp_path, "long", corpus(230, 3))
+    assert not any("resumes" in line for line in make(source, run))
+    make(source, tmp_path / "straight")
+    assert contents(run) == contents(tmp_path / "straight")
+
+
 def test_two_processes_do_not_tokenize_in_one_folder(tmp_path: Path, tree: Tree) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), RunDir(tmp_path / "run")
     with run.tokenizing(), pytest.raises(RunError) as error:
