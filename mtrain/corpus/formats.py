@@ -196,32 +196,33 @@ def _read_tsv(
 
 
 class _Fields(NamedTuple):
-    """The fields of source and target in a row; dots access nested objects."""
+    """The fields of source and target in a row; dots access nested objects.
+
+    A field whose whole name has dots comes first.
+    """
 
     src: str
     tgt: str
 
-    @property
-    def columns(self) -> list[str]:
-        """The top-level columns of both fields."""
-        return list(dict.fromkeys(path.split(".")[0] for path in self))
-
-    def check_columns(self, name: str, columns: Sequence[str]) -> None:
-        """Check that a table has each column of the fields once."""
-        for column in self.columns:
+    def columns_in(self, name: str, columns: Sequence[str]) -> list[str]:
+        """Return the columns of both fields in a table, which must have each of them once."""
+        needed = [path if path in columns else path.split(".")[0] for path in self]
+        for column in needed:
             if columns.count(column) > 1:
                 raise DataError(f"{name}: must have one column `{column}`, but has several.")
             if column not in columns:
                 raise DataError(
                     f"{name}: must have a column `{column}`, but has {', '.join(columns)} instead."
                 )
+        return list(dict.fromkeys(needed))
 
     def of(self, row: object) -> Row | Fault:
         """Return source and target of a row."""
         texts, num_breaks = [], 0
         for path in self:
             value = row
-            for key in path.split("."):
+            has_whole_name = isinstance(row, Mapping) and path in row
+            for key in [path] if has_whole_name else path.split("."):
                 if not isinstance(value, Mapping) or key not in value:
                     return Fault(f"must have `{path}`, but has {_field_names(row)} instead")
                 value = value[key]
@@ -268,8 +269,8 @@ def _read_parquet(
 
     try:
         with ParquetFile(path) as file:
-            fields.check_columns(path, file.schema_arrow.names)
-            for batch in file.iter_batches(_BATCH_ROWS, columns=fields.columns):
+            columns = fields.columns_in(path, file.schema_arrow.names)
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
                 yield from _rows_of(batch, fields)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or _line(error)}.") from None
@@ -315,8 +316,7 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
             **_csv_options(path, corpus) if is_local else {},
         )
         if table.column_names is not None:
-            fields.check_columns(name, table.column_names)
-            table = table.select_columns(fields.columns)
+            table = table.select_columns(fields.columns_in(name, table.column_names))
         for row in islice(table, int(start or 0), int(stop) if stop else None):
             yield fields.of(row)
     except DataError:
@@ -334,7 +334,7 @@ def _csv_options(path: str, corpus: HubCorpus) -> dict[str, Any]:
 
     if datasets.load_dataset_builder(path, corpus.config).name != "csv":
         return {}
-    converters = dict.fromkeys(_Fields(corpus.src, corpus.tgt).columns, str)
+    converters = dict.fromkeys((corpus.src, corpus.tgt), str)  # a cell has no fields
     return {"converters": converters, "keep_default_na": False, "na_values": [""]}
 
 

@@ -294,6 +294,26 @@ def test_faulty_parquet_rows_columns_and_files_are_reported_with_their_path(tmp_
     assert message(tree).startswith(f"{path}: cannot be read: ")
 
 
+def test_a_field_whose_name_has_a_dot_is_read_before_a_field_of_a_nested_object(
+    tmp_path: Path,
+) -> None:
+    flat = {FIELDS["src"]: "a", FIELDS["tgt"]: "NA", "translation": {"aa": "x", "bb": "y"}}
+    nested = {"translation.cc": "a", "translation": {"aa": "b", "bb": "c"}}
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.csv").write_text(f"{FIELDS['src']},{FIELDS['tgt']}\na,NA\n")
+    for name, row, pair in (("flat", flat, ("a", "NA")), ("nested", nested, ("b", "c"))):
+        jsonl, table = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.parquet"
+        jsonl.write_text(json.dumps(row) + "\n")
+        parquet.write_table(pyarrow.Table.from_pylist([row]), table)
+        trees = [{"jsonl": [str(jsonl)]}, {"parquet": [str(table)]}]
+        if name == "flat":
+            trees.append({"hub": str(folder), "split": "train"})
+        for tree in trees:
+            (found,) = reader.read_pairs(corpus_of(tree | FIELDS))
+            assert (found.src, found.tgt) == pair
+
+
 def test_a_wrong_column_split_config_or_revision_of_a_dataset_is_named_in_the_error(
     tmp_path: Path,
 ) -> None:
