@@ -268,7 +268,7 @@ def _read_parquet(
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
+        with Path(path).open("rb") as raw, ParquetFile(raw) as file:
             columns = fields.columns_in(path, file.schema_arrow.names)
             for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
                 yield from _rows_of(batch, fields)

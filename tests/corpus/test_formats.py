@@ -291,7 +291,14 @@ def test_faulty_parquet_rows_columns_and_files_are_reported_with_their_path(tmp_
     Path(path).write_bytes(raw[: len(raw) // 2])
     assert message(tree).startswith(f"{path}: must be a whole Parquet file, but: ")
     Path(path).unlink()
-    assert message(tree).startswith(f"{path}: cannot be read: ")
+    assert message(tree) == f"{path}: cannot be read: No such file or directory."
+
+
+def test_the_uri_of_a_parquet_file_is_not_taken_for_its_path(tmp_path: Path) -> None:
+    uri = Path(write_parquet(tmp_path / "a.parquet", copy_task(3, 1))).as_uri()
+    assert message({"parquet": [uri], **FIELDS}) == (
+        f"{uri}: cannot be read: No such file or directory."
+    )
 
 
 def test_a_field_whose_name_has_a_dot_is_read_before_a_field_of_a_nested_object(
