@@ -245,6 +245,8 @@ def _explaining(path: Path | None) -> Iterator[None]:
         raise DataError(
             f"{path}: must be whole, but its gzip data is cut off or damaged."
         ) from None
+    except gzip.BadGzipFile as error:  # also if bytes of another form follow
+        raise DataError(f"{path}: must be gzip data to its end, but is not: {error}.") from None
     except OSError as error:
         raise DataError(f"{path or 'stdin'}: cannot be read: {error.strerror or error}.") from None
 

@@ -81,10 +81,13 @@ def test_a_truncated_gzip_file_is_refused(here: Path) -> None:
     assert str(error.value) == "f.gz: must be whole, but its gzip data is cut off or damaged."
 
 
-def test_a_plain_file_with_the_suffix_gz_is_refused(here: Path) -> None:
+@pytest.mark.parametrize("raw", [b"plain\n", gzip.compress(b"a\n") + b"plain\n"])
+def test_a_file_with_the_suffix_gz_that_has_other_bytes_is_refused(here: Path, raw: bytes) -> None:
     with pytest.raises(DataError) as error:
-        lines_of(Path("f.gz"), b"plain\n")
-    assert str(error.value).startswith("f.gz: cannot be read: Not a gzipped file")
+        lines_of(Path("f.gz"), raw)
+    assert str(error.value) == (
+        "f.gz: must be gzip data to its end, but is not: Not a gzipped file (b'pl')."
+    )
 
 
 def test_a_damaged_gzip_file_is_refused(here: Path) -> None:
