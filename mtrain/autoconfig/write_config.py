@@ -30,7 +30,7 @@ from mtrain.config.sections import (
     DecodingConfig,
     TokenizerConfig,
 )
-from mtrain.corpus import formats
+from mtrain.corpus.reader import Reader, possible_header
 from mtrain.errors import ConfigError, DataError
 from mtrain.io.atomic import check_writable, whole_file, write_lines
 from mtrain.io.lines import Advance
@@ -268,10 +268,15 @@ def _warn_of_other_programs(load: float, spread: float, console: Console) -> Non
 def _with_headers(data: DataConfig, console: Console) -> DataConfig:
     """Set `header: true` for TSV corpora whose files all begin with a likely header; say so."""
 
+    def header_of(corpus: TsvCorpus, path: str) -> tuple[str, str] | None:
+        reader = Reader(corpus.model_copy(update={"tsv": [path]}))
+        next(reader.blocks(), None)
+        return possible_header(reader.parts[0].src, data)
+
     def with_header(corpus: Corpus) -> Corpus:
         if not isinstance(corpus, TsvCorpus) or corpus.header is not None:
             return corpus
-        headers = {path: formats.read_header(corpus, path, languages) for path in corpus.tsv}
+        headers = {path: header_of(corpus, path) for path in corpus.tsv}
         has_header = all(headers.values())
         for path, cells in headers.items():
             if cells:
@@ -281,7 +286,6 @@ def _with_headers(data: DataConfig, console: Console) -> DataConfig:
                 console.say(f"header    {path}: {' TAB '.join(cells)}: {note}")
         return corpus.model_copy(update={"header": True}) if has_header else corpus
 
-    languages = data.src_lang, data.tgt_lang
     train = data.train
     return data.model_copy(
         update={

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,6 @@ from mtrain.io.lines import (
     Advance,
     Digest,
     format_undecodable,
-    ignore,
     open_lines,
     raw_lines,
 )
@@ -112,19 +111,6 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[^\W\d_]+", text.casefold())
 
 
-def read_header(corpus: TsvCorpus, path: str, languages: Iterable[str]) -> tuple[str, str] | None:
-    """Return source and target of a file's first line if they look like a header.
-
-    Raises:
-        DataError: if the file cannot be read.
-    """
-    with closing(_read_tsv(corpus, path, ignore, None)) as rows:
-        row = next(rows, None)
-    if not isinstance(row, Row) or not is_header((row.src, row.tgt), languages):
-        return None
-    return row.src, row.tgt
-
-
 def paths_of(corpus: Corpus) -> list[str]:
     """Return the local files of a corpus."""
     if isinstance(corpus, TsvCorpus):
@@ -173,7 +159,7 @@ def _name_of(corpus: HubCorpus) -> str:
 
 def _read_tsv(
     corpus: TsvCorpus, path: str, advance: Advance, digest: Digest | None
-) -> Generator[Row | Fault, None, None]:
+) -> Iterator[Row | Fault]:
     src, tgt = corpus.sides
     with open_lines(Path(path), advance, digest) as stream:
         for raw in islice(raw_lines(stream), int(corpus.header is True), None):

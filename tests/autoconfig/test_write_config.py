@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -343,6 +344,12 @@ def test_an_explicit_header_setting_is_not_overridden():
     said = init_said(f"data.train={table[:-1]}, header: false}}")
     assert said[0].startswith("corpus    401 pairs")
     assert written("new.yaml").data.train.header is False
+
+
+def test_a_pipe_is_refused_as_a_table_and_not_opened():
+    os.mkfifo("pipe")
+    with pytest.raises(DataError, match=r"^pipe: must be a regular file"):
+        init_said("data.train={tsv: [pipe]}")
 
 
 def test_valid_and_test_sets_can_be_given_as_tsv_by_overrides():
