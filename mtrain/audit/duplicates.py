@@ -71,6 +71,12 @@ class PairHashes(NamedTuple):
         """Return the hashes of pairs, given those of both sides."""
         return cls(src, tgt, np.where((src != 0) & (tgt != 0), mixed(src, tgt), np.uint64(0)))
 
+    def exchanged(self) -> PairHashes:
+        """Return the hashes of the pairs with their sides exchanged; 0 for two equal sides."""
+        differs = self.src != self.tgt
+        src, tgt = (np.where(differs, side, np.uint64(0)) for side in (self.tgt, self.src))
+        return PairHashes.of(src, tgt)
+
     @classmethod
     def joined(cls, blocks: Sequence[PairHashes]) -> PairHashes:
         """Concatenate blocks."""
@@ -93,11 +99,18 @@ class Leaks:
         self._exact = [_HashTable(hashes) for hashes in exact]
         self._by_key = [_HashTable(hashes) for hashes in keys]
 
-    def look_up(self, exact: PairHashes, keys: PairHashes, first: int) -> tuple[Flags, Flags]:
+    def look_up(
+        self, exact: PairHashes, keys: PairHashes, first: int, both_directions: bool = False
+    ) -> tuple[Flags, Flags]:
         """Count held-out text in a block of pairs from number `first` on.
 
-        Returns which pairs have a held-out side, and which are exactly a held-out pair.
+        With `both_directions`, also in the pairs with their sides exchanged. Returns which pairs
+        have a held-out side, and which are exactly a held-out pair.
         """
+        if both_directions:
+            is_held, is_held_pair = self.look_up(exact, keys, first)
+            exchanged = self.look_up(exact.exchanged(), keys.exchanged(), first)
+            return is_held | exchanged[0], is_held_pair | exchanged[1]
         has_src, has_tgt, is_held_pair = (
             table.look_up(hashes, first) for table, hashes in zip(self._exact, exact, strict=True)
         )

@@ -28,7 +28,7 @@ from mtrain.audit.features import (
     measure,
 )
 from mtrain.audit.rules import PairBlock, Reasons
-from mtrain.config.corpora import TrainText
+from mtrain.config.corpora import TrainText, has_both_directions
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import Reader
 from mtrain.io.atomic import append
@@ -176,6 +176,7 @@ def _read(
 ) -> None:
     """Read a corpus, write its records, and look up the text of held-out corpora."""
     scan.records.path.touch()
+    both_directions = has_both_directions(scan.corpus, any_use=True)
     tables = [Leaks(held_out_scan.exact, held_out_scan.keys) for held_out_scan in held_out]
     exact_blocks: list[PairHashes] = []
     key_blocks: list[PairHashes] = []
@@ -195,7 +196,7 @@ def _read(
         records = np.zeros(len(block.src), PAIR)
         records["src"], records["tgt"] = src.lines, tgt.lines
         for table in tables:
-            is_held, is_held_pair = table.look_up(exact, keys, block.first)
+            is_held, is_held_pair = table.look_up(exact, keys, block.first, both_directions)
             records["is_held"] |= is_held
             records["is_held_pair"] |= is_held_pair
         scan.num_held += int(np.count_nonzero(records["is_held"]))

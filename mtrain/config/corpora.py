@@ -231,15 +231,16 @@ def corpora_of(text: TrainText) -> list[NamedCorpus]:
     return [NamedCorpus(f"data.train[{number}]", corpus) for number, corpus in enumerate(text)]
 
 
-def has_both_directions(text: TrainText) -> bool:
+def has_both_directions(text: TrainText, any_use: bool = False) -> bool:
     """Return whether a mixture has a corpus in both directions, neither of them with `until`.
 
     Corpora with a tag do not count: their sources begin with a token that a translation lacks.
+    With `any_use`, corpora with `until` or a tag count, too.
     """
     used = [
-        corpus.model_copy(update={"weight": None})
+        corpus.model_copy(update=dict.fromkeys(KEYS_OF_A_MIXTURE))
         for _, corpus in corpora_of(text)
-        if corpus.until is None and corpus.tag is None
+        if any_use or (corpus.until is None and corpus.tag is None)
     ]
     return any(_exchanged(corpus) in used for corpus in used)
 

@@ -257,3 +257,28 @@ def test_the_default_data_clean_drops_no_pair_of_multi30k(tmp_path: Path) -> Non
     tree["data"]["tests"] = {"flickr2016": named("test_2016_flickr")}
     config = config_file.load(write_config(tmp_path / "config.yaml", tree))
     assert dropped_lines(config, tmp_path, 29_000) == {}
+
+
+@pytest.mark.parametrize("use", [{}, {"until": 0.5}, {"tag": "back"}])
+def test_held_out_text_is_found_in_a_corpus_with_its_sides_exchanged(
+    tmp_path: Path, use: Tree
+) -> None:
+    text = Planted(demo_pairs("train", 40), demo_pairs("valid", 12), demo_pairs("test", 12))
+    pair, copy = text.test[3], Pair("Halt!", "Halt!")
+    text.test.append(copy)
+    text.train += [pair, pair._replace(tgt="Ja."), copy]
+    tree = config_file.load(write_planted(tmp_path, text)).model_dump()
+    train = tree["data"]["train"]
+    tree["data"]["train"] = [train, {"src": train["tgt"], "tgt": train["src"], **use}]
+    tree["data"]["clean"] = ["held-out-pair", "held-out"]
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
+    assert dropped_lines(config, tmp_path, 86) == {
+        "held-out-pair": [41, 43, 84, 86],
+        "held-out": [42, 85],
+    }
+    (leak,) = [
+        found
+        for found in audit(config, None, tmp_path, lambda num_bytes: None).findings
+        if found.name == "pair-in-train" and found.corpus == "tests.held_out"
+    ]
+    assert [entry["times"] for entry in leak.examples] == [2, 2]
