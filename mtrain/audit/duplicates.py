@@ -108,30 +108,37 @@ class Leaks:
         have a held-out side, and which are exactly a held-out pair.
         """
         if both_directions:
-            is_held, is_held_pair = self.look_up(exact, keys, first)
+            straight = self.look_up(exact, keys, first)
             exchanged = self.look_up(exact.exchanged(), keys.exchanged(), first)
-            return is_held | exchanged[0], is_held_pair | exchanged[1]
-        has_src, has_tgt, is_held_pair = (
-            table.look_up(hashes, first) for table, hashes in zip(self._exact, exact, strict=True)
+            return straight[0] | exchanged[0], straight[1] | exchanged[1]
+        both = (self._exact, exact), (self._by_key, keys)
+        is_held_pair, is_key_pair = (
+            tables[2].look_up(hashes.pair, first, np.zeros(len(hashes.pair), bool))
+            for tables, hashes in both
         )
-        has_src_key, has_tgt_key, _ = (
-            table.look_up(hashes, first) for table, hashes in zip(self._by_key, keys, strict=True)
+        is_held: Flags = np.logical_or.reduce(
+            [
+                table.look_up(hashes, first, is_held_pair | is_key_pair)
+                for tables, block in both
+                for table, hashes in zip(tables[:2], block[:2], strict=True)
+            ]
         )
-        return has_src | has_tgt | has_src_key | has_tgt_key, is_held_pair
+        return is_held, is_held_pair
 
     def occurrences(self) -> list[tuple[Numbers, Numbers, Ints]]:
         """Return (times, exact_times, first) of the sources, of the targets and of the pairs.
 
         Each array has an entry per held-out pair: the number of occurrences, of those with the same
-        case and punctuation, and the pair of the first occurrence, if possible an exact one; -1 if
-        there is none.
+        case and punctuation, and the pair of the first occurrence; -1 if there is none. The first
+        of a side is, if possible, in another pair, and that of any, if possible, an exact one.
         """
         occurrences = []
         for exact, by_key in zip(self._exact, self._by_key, strict=True):
-            exact_times, exact_first = exact.hits()
-            key_times, key_first = by_key.hits()
+            exact_times, exact_first, is_exact_other = exact.hits()
+            key_times, key_first, is_key_other = by_key.hits()
             times = np.maximum(exact_times, key_times)
-            first = np.where(exact_times > 0, exact_first, key_first)
+            is_exact_first = (exact_times > 0) & (is_exact_other | ~is_key_other)
+            first = np.where(is_exact_first, exact_first, key_first)
             occurrences.append((times, exact_times, first))
         return occurrences
 
@@ -143,19 +150,28 @@ class _HashTable:
         self._unique, self._group = np.unique(hashes, return_inverse=True)
         self._times = np.zeros(len(self._unique), np.uint32)
         self._first = np.full(len(self._unique), -1, np.int64)
+        self._is_other = np.zeros(len(self._unique), bool)  # whether it is not in a held-out pair
 
-    def look_up(self, hashes: Hashes, first: int) -> Flags:
-        """Count the hashes of pairs from number `first` on; return which are held out."""
+    def look_up(self, hashes: Hashes, first: int, is_held_pair: Flags) -> Flags:
+        """Count the hashes of pairs from number `first` on; return which are held out.
+
+        The first of them is one of those that are not `is_held_pair`, if there are any.
+        """
         if not len(self._unique):
             return np.zeros(len(hashes), bool)
         slots = np.minimum(np.searchsorted(self._unique, hashes), len(self._unique) - 1)
         is_hit: Flags = (self._unique[slots] == hashes) & (hashes != 0)
         rows = np.flatnonzero(is_hit)[::-1]  # in reverse: the first is written last
         np.add.at(self._times, slots[rows], 1)
+        rows = np.concatenate([rows[is_held_pair[rows]], rows[~is_held_pair[rows]]])
         is_new = self._first[slots[rows]] < 0
-        self._first[slots[rows[is_new]]] = rows[is_new] + first
+        is_new |= ~self._is_other[slots[rows]] & ~is_held_pair[rows]
+        rows = rows[is_new]
+        self._first[slots[rows]] = rows + first
+        self._is_other[slots[rows]] = ~is_held_pair[rows]
         return is_hit
 
-    def hits(self) -> tuple[Numbers, Ints]:
-        """Return for each held-out line how often it occurs, and the first pair (-1 if none)."""
-        return self._times[self._group], self._first[self._group]
+    def hits(self) -> tuple[Numbers, Ints, Flags]:
+        """Return for each held-out line (times, first, is_other); first is -1 if there is none."""
+        group = self._group
+        return self._times[group], self._first[group], self._is_other[group]
