@@ -24,7 +24,13 @@ from mtrain.audit.features import (
     differs_from_previous,
     measure,
 )
-from mtrain.config.corpora import Corpus, TrainText
+from mtrain.config.corpora import (
+    Corpus,
+    SyntheticCorpus,
+    TrainText,
+    corpora_of,
+    has_both_directions,
+)
 from mtrain.corpus.reader import Pair, Reader, read_pairs
 from mtrain.errors import DataError
 from mtrain.io.lines import Advance
@@ -46,6 +52,7 @@ class CorpusOverview(NamedTuple):
     sample: dict[int, tuple[str, str]]  # source and target of pairs drawn uniformly, by row
     src_ids: Ints  # of each pair; equal for the same source
     tgt_ids: Ints
+    is_real: Flags  # whether a pair is of no synthetic corpus
     is_fit: Flags  # whether a pair can be held out
     is_blank: Flags  # whether a side is
     is_given: Flags  # whether a given validation or test set has the exact pair
@@ -96,18 +103,22 @@ def read_overview(
     rng, reader = random.Random(seed), Reader(corpus, is_strict=True)
     rows: list[int] = []  # of the sample
     sample: list[tuple[str, str]] = []
-    blocks: list[tuple[Hashes, Hashes, Flags, Flags, Flags, Flags]] = []
+    blocks: list[tuple[Hashes, Hashes, Flags, Flags, Flags, Flags, Flags]] = []
+    both_directions = has_both_directions(corpus, any_use=True)
+    synthetic = {name for name, part in corpora_of(corpus) if isinstance(part, SyntheticCorpus)}
     words = np.zeros(2, np.int64)
     for block in reader.blocks(advance):
         src, tgt = measure(block.src), measure(block.tgt)
         exact, keys = duplicates.hashes_of(src, tgt)
         is_given = shares_given = np.zeros(len(block.src), bool)
         for leaks in given:
-            shares, is_pair = leaks.look_up(exact, keys, block.first)
+            shares, is_pair = leaks.look_up(exact, keys, block.first, both_directions)
             is_given, shares_given = is_given | is_pair, shares_given | shares
-        is_fit = _is_fit(src.lines, tgt.lines) & (keys.pair != 0) & ~shares_given
+        is_real = np.full(len(block.src), reader.parts[-1].corpus not in synthetic)
+        is_fit = is_real & _is_fit(src.lines, tgt.lines) & (keys.pair != 0) & ~shares_given
         is_blank = (src.lines["solid"] == 0) | (tgt.lines["solid"] == 0)
-        blocks.append((src.keys, tgt.keys, is_fit, is_blank, is_given, shares_given))
+        flags = is_real, is_fit, is_blank, is_given, shares_given
+        blocks.append((src.keys, tgt.keys, *flags))
         words += (len(src.words), len(tgt.words))
         for row, pair in enumerate(zip(block.src, block.tgt, strict=True), block.first):
             if len(sample) < _SAMPLE_PAIRS:
@@ -116,10 +127,10 @@ def read_overview(
             elif (slot := rng.randrange(row + 1)) < _SAMPLE_PAIRS:
                 rows[slot], sample[slot] = row, pair
     reader.check_not_empty("data.train")
-    src_keys, tgt_keys, *flags = map(np.concatenate, zip(*blocks, strict=True))
+    src_keys, tgt_keys, *all_flags = map(np.concatenate, zip(*blocks, strict=True))
     pairs = dict(zip(rows, sample, strict=True))
     src_ids, tgt_ids = (np.unique(keys, return_inverse=True)[1] for keys in (src_keys, tgt_keys))
-    return CorpusOverview(int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, *flags)
+    return CorpusOverview(int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, *all_flags)
 
 
 def _codes(first: Ints, second: Ints) -> Ints:

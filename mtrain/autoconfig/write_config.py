@@ -23,7 +23,7 @@ from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, Training
 from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
 from mtrain.config.config_file import dump_inline
-from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus
+from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus, has_both_directions
 from mtrain.config.sections import (
     ConsistencyConfig,
     DataConfig,
@@ -141,6 +141,12 @@ def parse_request(
     data = config_file.from_tree({"run_dir": run_dir, "data": tree}, "--set", overrides).data
     sets = {"valid": data.valid, "test": data.tests.get("test")}
     held_out = {key: corpus for key, corpus in held_out.items() if sets[key] == corpus}
+    if held_out and has_both_directions(data.train, any_use=True):
+        raise ConfigError(
+            "`data.train` must have each corpus in one direction to hold out pairs, but has one in "
+            "both; give --valid and --test, or add the other direction to the config that is "
+            "written."
+        )
     new_paths = chain.from_iterable(corpus.src + corpus.tgt for corpus in held_out.values())
     for path in [str(config_path), *new_paths]:
         if Path(path).exists():
@@ -210,12 +216,10 @@ def init(
     is_kept = _kept(overview, held_out, console)
     num_distinct = overview.num_distinct(is_kept)
     pairs = [pair for row, pair in overview.sample.items() if is_kept[row]]
-    if not pairs:
-        raise DataError(
-            "the corpus must have pairs to train on, but all are blank or in the given sets."
-        )
+    is_learned = is_kept & overview.is_real  # the tokenizer learns from real pairs alone
+    real_pairs = [pair for row, pair in overview.sample.items() if is_learned[row]]
     set_status("learning subwords")
-    tokenizer = _train_tokenizer(pairs, num_distinct)
+    tokenizer = _train_tokenizer(real_pairs, overview.num_distinct(is_learned))
     sample = benchmark.encode(pairs, tokenizer)
     num_train = round(int(is_kept.sum()) * sample.share)
     num_tokens = round(num_train * sample.tgt_tokens_per_pair)
@@ -336,7 +340,14 @@ def _train_tokenizer(pairs: Sequence[tuple[str, str]], num_pairs: int) -> Tokeni
     """Train a tokenizer, with a smaller vocabulary if the pairs do not fill the preset one.
 
     If a text has many characters, as Chinese has, the preset size is that of all other pieces.
+
+    Raises:
+        DataError: if there is no pair.
     """
+    if not pairs:
+        raise DataError(
+            "the corpus must have pairs to train on, but all are blank or in the given sets."
+        )
     num_characters = len(set(chain.from_iterable(chain.from_iterable(pairs))))
     added = num_characters if num_characters > _MIN_VOCABULARY else 0
     size = presets.vocabulary_size(num_pairs)

@@ -727,6 +727,35 @@ def test_the_vocabulary_size_can_be_trained_without_the_held_out_pairs():
     tokenized(config)
 
 
+def test_synthetic_pairs_are_not_held_out_and_do_not_enlarge_the_vocabulary():
+    rng, folder = random.Random(5), Path("synthetic")
+    folder.mkdir()
+    words = ["".join(rng.choices("αβγδεζηθικλμνξοπρστυφχψω", k=9)) for _ in range(2000)]
+    lines = [" ".join(words[row : row + 4]) for row in range(0, 2000, 4)]
+    rows = [{"src": line, "tgt": line.upper()} for line in lines]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = {"settings": {}, "num_pairs": len(rows), "shards": {"a.jsonl": None}}
+    (folder / "record.json").write_text(json.dumps(record))
+    corpora = "[{src: [a.en], tgt: [a.de]}, {synthetic: synthetic}]"
+    assert init_said(f"data.train={corpora}")[0].startswith("corpus    900 pairs")
+    assert {*read("new.valid.en"), *read("new.test.en")} < {*read("a.en")}
+    tokenized(written("new.yaml"))
+
+
+def test_a_corpus_in_both_directions_needs_given_sets_whose_pairs_are_found_in_both():
+    corpora = "data.train=[{src: [a.en], tgt: [a.de]}, {src: [a.de], tgt: [a.en], until: 0.5}]"
+    for side in ("en", "de"):
+        write(Path(f"v.{side}"), read(f"a.{side}")[:30])
+    sets = [f"data.{key}={{src: [v.en], tgt: [v.de]}}" for key in ("valid", "tests.test")]
+    with pytest.raises(ConfigError) as error:
+        init_said(corpora, sets[0])
+    assert str(error.value) == (
+        "`data.train` must have each corpus in one direction to hold out pairs, but has one in "
+        "both; give --valid and --test, or add the other direction to the config that is written."
+    )
+    assert init_said(corpora, *sets)[2] == "dropped   60 in the given sets"
+
+
 def test_a_corpus_of_one_pair_gets_a_config_that_can_be_tokenized():
     write(Path("a.en"), ["a b"])
     write(Path("a.de"), ["A B"])
