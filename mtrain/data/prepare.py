@@ -62,7 +62,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     changed.
 
     Raises:
-        DataError, ConfigError: if the corpora or the settings are invalid; nothing is written.
+        DataError, ConfigError: if the corpora or settings are invalid; finished parts may stay.
         RunError: if the folder was made from other corpora, from files that have changed since,
             or with another tokenizer, has a data folder not written by mtrain, or if another
             process is tokenizing in it.
