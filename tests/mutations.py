@@ -1416,8 +1416,8 @@ CHECKPOINTS = [
     ),
     manager(
         "the best checkpoints are not kept",
-        "progress.best_steps()[: self.config.keep_best]",
-        "progress.best_steps()[:0]",
+        "best[: self.config.keep_best]",
+        "best[:0]",
         "checkpoints_are_kept",
     ),
     manager(
@@ -1434,8 +1434,8 @@ CHECKPOINTS = [
     ),
     manager(
         "the checkpoint of a stop replaces a regular one",
-        "for step in checkpoint.steps(self.directory) if self.is_due(step, progress)",
-        "for step in checkpoint.steps(self.directory)",
+        "regular = [step for step in saved if self.is_due(step, progress)]",
+        "regular = [*saved]",
         "stop_between_checkpoint_steps",
     ),
     manager(
