@@ -63,15 +63,21 @@ class Model:
 
     Attributes:
         run: the run folder; the first one of an ensemble.
+        runs: all run folders of the ensemble.
         config: the config of `run`.
         translator: the search engine, with its tokenizer and default options.
         profile: length statistics of the training pairs; None if the run folder has none.
     """
 
     def __init__(
-        self, run: RunDir, config: Config, translator: SearchEngine, profile: CorpusStats | None
+        self,
+        runs: Sequence[RunDir],
+        config: Config,
+        translator: SearchEngine,
+        profile: CorpusStats | None,
     ) -> None:
-        self.run, self.config, self.translator, self.profile = run, config, translator, profile
+        self.run, self.runs = runs[0], runs
+        self.config, self.translator, self.profile = config, translator, profile
 
     def __repr__(self) -> str:
         return f"<mtrain.Model of {self.run.path}>"
@@ -670,7 +676,7 @@ def load(
         from mtrain.decode import translator as translating
 
         translator = translating.load(folders, options, loading)
-    return Model(folders[0], config, translator, length_stats.load(folders[0].data_dir))
+    return Model(folders, config, translator, length_stats.load(folders[0].data_dir))
 
 
 def _load_ctranslate2(
@@ -718,7 +724,7 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
         )
     model = run if isinstance(run, Model) else load(run)
     update_tests(model.run.config, model.run, PythonLog())
-    return evaluation.evaluate(model.run, model.translator, _log_warning, options)
+    return evaluation.evaluate(model.runs, model.translator, _log_warning, options)
 
 
 def export(

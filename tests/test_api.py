@@ -274,6 +274,14 @@ def test_evaluate_adds_the_test_sets_that_the_config_names_since(
     assert len(results) == 2
 
 
+def test_the_results_of_an_ensemble_have_the_names_of_all_its_runs(
+    trained: RunDir, tmp_path: Path
+) -> None:
+    other = shutil.copytree(trained.path, tmp_path / "other")
+    (result,) = mtrain.evaluate(mtrain.load([trained.path, other]))
+    assert result.system == f"{trained.path} + {other}"
+
+
 def test_greedy_search_needs_no_option_against_the_mbr_of_the_run(
     trained: RunDir, tmp_path: Path
 ) -> None:

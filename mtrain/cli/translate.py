@@ -176,7 +176,12 @@ def _formatted(
         if alignments is not None:
             path = stack.enter_context(whole_file(resolve_links(alignments)))
             alignment_file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
-        for line in lines:
-            if alignment_file is not None:
-                alignment_file.write(as_pharaoh(line.best[0].alignment) + "\n")
-            yield from write(line, format_, num_best)
+        try:
+            for line in lines:
+                if alignment_file is not None:
+                    alignment_file.write(as_pharaoh(line.best[0].alignment) + "\n")
+                yield from write(line, format_, num_best)
+        except GeneratorExit:
+            if alignments is not None:
+                console.warn(f"{alignments}: not written, because stdout was closed before the end")
+            raise

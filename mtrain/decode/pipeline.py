@@ -20,7 +20,6 @@ from mtrain.corpus.length_stats import CorpusStats
 from mtrain.decode.beam import Hypothesis
 from mtrain.decode.formats import (
     NOTHING,
-    Link,
     TranslatedLine,
     Translation,
     align_words,
@@ -45,6 +44,7 @@ Warn = Callable[[str], None]
 _Block = tuple[list[str], list[str] | None]  # lines, and the prefixes of their translations
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
+_ALIGNED_AT_ONCE = 256  # translations, whose attention is in memory
 _MAX_SHOWN = 5  # unknown characters that a warning lists
 _RETRY_NGRAM = 3  # a target without a repeated 3-gram is never a loop
 _FLAG_TEXTS = {
@@ -291,7 +291,6 @@ class LineTranslator:
         was_retried = [row in retried for row, best in enumerate(best_of) for _ in best]
         hypotheses = [hypothesis for best in best_of for hypothesis in best]
         texts = tgt.decode([hypothesis.ids for hypothesis in hypotheses])
-        alignments = self._align(part_of, hypotheses)
         translations = iter(
             Translation(
                 text,
@@ -299,16 +298,18 @@ class LineTranslator:
                 tuple(hypothesis.log_probs),
                 hypothesis.log_prob,
                 hypothesis.score,
-                None if links is None else tuple(links),
+                None,
                 ("limit",) * (len(hypothesis.ids) >= part.source.max_length(max_extra_tokens))
                 + ("retried",) * is_retried,
             )
-            for text, part, hypothesis, links, is_retried in zip(
-                texts, part_of, hypotheses, alignments, was_retried, strict=True
+            for text, part, hypothesis, is_retried in zip(
+                texts, part_of, hypotheses, was_retried, strict=True
             )
         )
         ranked_of = [list(islice(translations, len(best))) for best in best_of]
-        return [ranked[: self.options.num_best] for ranked in self._reordered(parts, ranked_of)]
+        ranked_of = self._reordered(parts, ranked_of)
+        ranked_of = [ranked[: self.options.num_best] for ranked in ranked_of]
+        return self._aligned(parts, ranked_of) if self.options.with_alignment else ranked_of
 
     def _reordered(
         self, parts: list[LinePart], ranked_of: list[list[Translation]]
@@ -332,26 +333,35 @@ class LineTranslator:
             for part, ranked in zip(parts, ranked_of, strict=True)
         ]
 
-    def _align(
-        self, parts: list[LinePart], hypotheses: list[Hypothesis]
-    ) -> Sequence[list[Link] | None]:
-        """Link the words of each translation to those of its line; None if not `with_alignment`."""
-        if not self.options.with_alignment:
-            return [None] * len(parts)
-        targets = [hypothesis.ids for hypothesis in hypotheses]
-        weights = self.translator.attend([part.source for part in parts], targets)
-        pieces_of = self.translator.tokenizer.tgt.decoded_pieces_of
-        return [
-            align_words(weights_TS, part.words, pieces_of(ids))
-            for weights_TS, part, ids in zip(weights, parts, targets, strict=True)
+    def _aligned(
+        self, parts: list[LinePart], ranked_of: list[list[Translation]]
+    ) -> list[list[Translation]]:
+        """Link the words of each translation to those of its line, some translations at a time."""
+        tgt = self.translator.tokenizer.tgt
+        entries = [
+            (part, translation)
+            for part, ranked in zip(parts, ranked_of, strict=True)
+            for translation in ranked
         ]
+        aligned: list[Translation] = []
+        for first in range(0, len(entries), _ALIGNED_AT_ONCE):
+            block = entries[first : first + _ALIGNED_AT_ONCE]
+            targets = [tgt.ids_of(translation.tokens[:-1]) for _, translation in block]
+            weights = self.translator.attend([part.source for part, _ in block], targets)
+            for (part, translation), ids, weights_TS in zip(block, targets, weights, strict=True):
+                links = align_words(weights_TS, part.words, tgt.decoded_pieces_of(ids))
+                aligned.append(replace(translation, alignment=tuple(links)))
+        iterator = iter(aligned)
+        return [list(islice(iterator, len(ranked))) for ranked in ranked_of]
 
     def _flagged(
         self, src: str, parts: Sequence[LinePart], translation: Translation
     ) -> Translation:
         """Return the translation of a line with the flags of its likely problems."""
         src_ids = [token for part in parts for token in part.source.ids[:-1]]
-        flags = find_flags(src, translation.text, src_ids, translation.tokens[:-1], self.stats)
+        eos = translation.tokens[-1:]  # also between parts
+        tgt_pieces = [piece for piece in translation.tokens if piece not in eos]
+        flags = find_flags(src, translation.text, src_ids, tgt_pieces, self.stats)
         of_parts = (flag for part in parts for flag in part.flags)
         all_flags = tuple(sorted({*of_parts, *translation.flags, *flags}))
         return replace(translation, flags=all_flags) if all_flags else translation

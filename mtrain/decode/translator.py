@@ -236,6 +236,8 @@ class Translator:
             )
         other = copy.copy(self)
         other.options, other.limits = options, limits
+        if other.reverse is not None:
+            other.reverse = other.reverse.with_options(other.reverse.options, limits)
         return other
 
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
@@ -413,6 +415,7 @@ class Translator:
         rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         cuts = _cut([lengths[row] for row in rows], self.options.batch_tokens // 4)
         for cut in islice(cuts, self.process_group.rank, None, self.process_group.size):
+            self.limits.seconds_left()
             tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows[cut]]
             tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
             yield rows[cut], self._pad_for_models([sources[row] for row in rows[cut]]), tgt_in_BT

@@ -138,19 +138,21 @@ def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, Tes
 
 
 def evaluate(
-    run: RunDir,
+    runs: RunDir | Sequence[RunDir],
     translator: SearchEngine,
     warn: Warn,
     options: ScoringOptions | None = None,
 ) -> list[TestResult]:
-    """Translate the test sets of a run, and score them.
+    """Translate the test sets of a run, or of the first run of an ensemble, and score them.
 
     Translations and warnings are those of `mtrain translate` with its default options.
 
     Raises:
         RunError: if the run has no test sets, or their text is missing.
     """
-    plan = EvaluationPlan([run], [], None, options or ScoringOptions())
+    folders = [runs] if isinstance(runs, RunDir) else list(runs)
+    options, is_ensemble = options or ScoringOptions(), len(folders) > 1
+    plan = EvaluationPlan(folders, [], None, options, is_ensemble=is_ensemble)
     reports, _ = evaluate_systems(plan, lambda _: translator, warn)
     return [result for report in reports for result in report.results]
 

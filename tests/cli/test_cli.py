@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
 from mtrain.cli.main import app
+from mtrain.cli.translate import _formatted
 from mtrain.config import config_file
-from mtrain.decode.formats import NOTHING, TranslatedLine
+from mtrain.decode.formats import NOTHING, TranslatedLine, Translation
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.io import atomic
 from mtrain.run import checkpoint
@@ -846,6 +847,18 @@ def test_alignments_are_discarded_when_the_reader_of_stdout_closes_the_pipe(
     options = ["--beam", "1", "--alignments", tmp_path / "links"]
     assert cli("translate", trained.path, *options, stdin=b"ba ce\nba\n").code == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_alignments_that_are_not_written_because_stdout_was_closed_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = TranslatedLine(1, "a", [Translation("b", alignment=())])
+    path = tmp_path / "links"
+    written = _formatted(iter([line, line]), "text", 1, path)
+    next(written)
+    written.close()
+    assert not path.exists()
+    assert caplog.messages == [f"{path}: not written, because stdout was closed before the end"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from copy import copy
 from dataclasses import replace
 from itertools import chain, islice, pairwise
 
@@ -15,11 +18,12 @@ from tasks import WORDS, copy_task
 
 from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.length_stats import CorpusStats
+from mtrain.decode import pipeline
 from mtrain.decode.beam import Hypothesis
 from mtrain.decode.formats import Link, TranslatedLine, word_starts
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator, Warn, translate_lines
-from mtrain.decode.shared_search import PendingSearch
+from mtrain.decode.shared_search import PendingSearch, SearchLimits
 from mtrain.decode.split_long import split_line
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import DataError
@@ -351,6 +355,40 @@ def test_more_prefixes_than_lines_are_an_error_after_the_last_line(translator: T
     )
 
 
+def test_only_the_translations_that_are_returned_are_aligned(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    attend = Translator.attend
+
+    def counted(self: Translator, sources: list[EncodedSource], targets: list[list[int]]) -> object:
+        counts.append(len(targets))
+        return attend(self, sources, targets)
+
+    monkeypatch.setattr(Translator, "attend", counted)
+    monkeypatch.setattr(pipeline, "_ALIGNED_AT_ONCE", 3)
+    options = {"with_alignment": True, "mbr": "chrf", "beam": 4}
+    lines = [line for line in LINES if line.strip()]
+    found = stream(with_options(translator, **options), [lines])
+    assert sum(counts) == len(lines)
+    assert max(counts) == 3
+    monkeypatch.setattr(pipeline, "_ALIGNED_AT_ONCE", 1000)
+    assert stream(with_options(translator, **options), [lines]) == found
+    assert all(line.best[0].alignment for line in found)
+
+
+def test_scoring_and_aligning_end_with_the_limits_of_the_call(translator: Translator) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    reversing = copy(translator)
+    reversing.reverse = translator
+    limited = reversing.with_options(translator.options, SearchLimits(cancel=cancelled))
+    assert limited.reverse is not None
+    for scoring in (limited, limited.reverse):
+        with pytest.raises(CancelledError):
+            scoring.score_texts([("ba", "ba")])
+
+
 # Lengths
 
 
@@ -375,6 +413,22 @@ def test_the_warnings_about_a_split_line_have_the_same_token_count(translator: T
     num_tgt = len(found.best[0].tokens) - 2  # with one eos of three
     assert f"line 1: has {num_src} tokens; translated in 3 parts." in said
     assert f": {num_tgt} tokens for {num_src}" in said[-1]
+
+
+def test_the_length_of_a_split_line_is_judged_without_the_eos_of_its_parts(
+    translator: Translator,
+) -> None:
+    line = f"{' '.join(WORDS[:6] * 6)} ."  # which is not copied
+    splitting = with_options(translator, max_input_tokens=3)
+    (found,) = stream(splitting, [[line]], lambda _: None)
+    num_parts = len(split_line(line, translator.tokenizer.src, 3))
+    num_tgt = len(found.best[0].tokens) - num_parts  # without eos
+    num_src = num_tokens(line, translator) - 1
+    ratio = (num_tgt + 1) / (num_src + 1)
+    stats = USUAL._replace(least_ratio=ratio, most_ratio=ratio, share_copied=1.0)
+    (found,) = stream(splitting, [[line]], lambda _: None, stats=stats)
+    assert num_parts > 6
+    assert found.best[0].flags == ("split",)
 
 
 # Long lines
