@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tasks import REPOSITORY, copy_task, write_task
+from tasks import REPOSITORY, reverse_task, write_task
 
 import mtrain
 from mtrain.run.run_dir import RunDir
@@ -97,7 +97,7 @@ def test_every_public_function_has_an_example() -> None:
 
 
 def test_the_docstring_examples_run(
-    trained: RunDir,
+    reverser: RunDir,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sketched: None,
@@ -105,13 +105,13 @@ def test_the_docstring_examples_run(
 ) -> None:
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
     monkeypatch.chdir(tmp_path)
-    tree = yaml.safe_load(write_task(tmp_path).read_text("utf-8"))
-    tree |= {"run_dir": "runs/new", "model": trained.config.model.model_dump()}
+    tree = yaml.safe_load(write_task(tmp_path, reverse_task).read_text("utf-8"))
+    tree |= {"run_dir": "runs/new", "model": reverser.config.model.model_dump()}
     Path("en-de.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    text = "".join(f"{pair.src}\n" for pair in copy_task(3000, 1))
+    text = "".join(f"{pair.src}\n" for pair in reverse_task(3000, 1))
     Path("train.en").write_text(text, encoding="utf-8")
     Path("train.de").write_text(text.upper(), encoding="utf-8")
-    shutil.copytree(trained.path, "runs/en-de")
+    shutil.copytree(reverser.path, "runs/en-de")
     names = {"mtrain": mtrain, "dataclasses": dataclasses}
     for example in examples():
         exec(compile(example, "docstring", "exec"), names)

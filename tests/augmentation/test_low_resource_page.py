@@ -59,7 +59,8 @@ def test_the_commands_of_the_page_run_in_order(
 
 
 def test_the_page_lists_every_reason_for_dropping_a_pair() -> None:
-    reasons = {*FLAGS, *RULES, "blank", "not-utf8", "repeated", "low-score"} - {"blank-side"}
+    others = {"blank", "not-utf8", "repeated", "low-score", "max-tokens"}
+    reasons = {*FLAGS, *RULES, *others} - {"blank-side"}
     table = PAGE.partition("| reason |")[2]
     assert (
         set(re.findall(r"`([a-z][a-z0-9-]+)`", table.partition("\n\n")[0])) - {"check"} == reasons
