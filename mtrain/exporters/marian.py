@@ -14,7 +14,6 @@ wavelengths, and the export is compared with that copy.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from mtrain.config.config_file import dump_inline
 from mtrain.config.sections import Config
 from mtrain.errors import RunError
 from mtrain.exporters.exporter import (
@@ -254,7 +254,8 @@ class MarianProgram(SentencePieceSides):
             for name, (vocabulary, rows) in sides.items():
                 text = "".join(f"{' '.join(vocabulary.pieces_of(ids))}\n" for ids in rows)
                 Path(directory, name).write_text(text, "utf-8")
-                Path(directory, f"{name}.yml").write_text(json.dumps(ids_of_pieces(vocabulary)))
+                pieces = dump_inline(ids_of_pieces(vocabulary))
+                Path(directory, f"{name}.yml").write_text(pieces, "utf-8")
             options = ["--model", "model.npz"]
             options += ["--train-sets", *(f"{directory}/{name}" for name in sides)]
             options += ["--vocabs", *(f"{directory}/{name}.yml" for name in sides)]

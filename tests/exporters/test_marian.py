@@ -34,7 +34,7 @@ from mtrain.config.sections import TokenizerConfig
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
 from mtrain.exporters import marian, parity
-from mtrain.exporters.exporter import write_sentencepiece
+from mtrain.exporters.exporter import ids_of_pieces, write_sentencepiece
 from mtrain.model.transformer import Transformer
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -262,6 +262,34 @@ def test_pymarian_translates_into_pieces_with_unicode_spaces(
         translator_of(near, with_unicode_spaces), EXPORTERS["marian"].load(tmp_path), LINES
     )
     assert compared.problems() == []
+
+
+@pytest.fixture(scope="module")
+def with_odd_pieces() -> Tokenizer:
+    """A tokenizer with pieces that have an emoji, DEL and NEL."""
+    lines = [f"{line} \N{GRINNING FACE}x\x7fx\x85x" for line in SRC_LINES]
+    config = TokenizerConfig(vocab_size=420)
+    return sentencepiece.train(config, zip(lines, lines, strict=True), len(lines), seed=1)
+
+
+def test_the_vocabularies_for_scoring_are_yaml_with_an_emoji_and_control_characters(
+    with_odd_pieces: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A surrogate pair, as JSON escapes an emoji, is an error in the YAML reader of Marian."""
+    write_sentencepiece(with_odd_pieces, tmp_path)
+    copy = marian.MarianProgram(tmp_path)
+    expected = ids_of_pieces(copy.src)
+    for char in "\N{GRINNING FACE}\x7f\x85":
+        assert any(char in piece for piece in expected)
+
+    def run(command: str, options: list[str]) -> list[str]:
+        first = options.index("--vocabs") + 1
+        for path in options[first : first + 2]:
+            assert yaml.safe_load(Path(path).read_text("utf-8")) == expected
+        return ["0 ||| WordScores= -1.0 -2.0"]
+
+    monkeypatch.setattr(copy, "_run", run)
+    assert copy.score([[5, 3]], [[5]]) == [[-1.0, -2.0]]
 
 
 def test_odd_text_is_encoded_and_decoded_by_marian_as_by_mtrain(
