@@ -265,11 +265,12 @@ class MarianProgram(SentencePieceSides):
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
         """Compare translations of text that Marian tokenizes with translations of pieces."""
+        lines = [" ".join(line.splitlines()) for line in lines]
         pieces = [" ".join(self.src.pieces_of(ids[:-1])) for ids in self.encode(lines)]
         outputs = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
         ids = [self._ids_of(line) for line in outputs]
         expected_texts = self.tgt.decode(ids)
-        texts = self._translate([" ".join(line.splitlines()) for line in lines], [])
+        texts = self._translate(lines, [])
         pairs = zip(texts, expected_texts, strict=True)
         version = importlib.metadata.version(PACKAGE)
         same = agreement(text == expected for text, expected in pairs)

@@ -292,6 +292,17 @@ def test_the_vocabularies_for_scoring_are_yaml_with_an_emoji_and_control_charact
     assert copy.score([[5, 3]], [[5]]) == [[-1.0, -2.0]]
 
 
+def test_a_line_with_other_line_breaks_is_compared_with_the_line_that_marian_reads(
+    with_odd_pieces: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a Marian that prints its input."""
+    write_sentencepiece(with_odd_pieces, tmp_path)
+    copy = marian.MarianProgram(tmp_path)
+    monkeypatch.setattr(copy, "_run", lambda command, options, lines: list(lines))
+    monkeypatch.setattr(marian.importlib.metadata, "version", lambda package: "1.0")
+    assert copy.own_call(["x\x85x", "x x"]).same == (2, 2)
+
+
 def test_odd_text_is_encoded_and_decoded_by_marian_as_by_mtrain(
     trained: RunDir, tmp_path: Path
 ) -> None:
