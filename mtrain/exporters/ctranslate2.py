@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -90,6 +91,7 @@ NOTES = """\
   that is not empty be empty, as in mtrain.
 """
 MIN_POSITIONS = 4096
+_BREAK = re.compile("[\t\r\n]")  # of a field or a row of `vmap.txt`
 _POLL_S = 0.02  # between two checks whether a call was cancelled
 
 
@@ -139,13 +141,22 @@ def write_model(
 
 
 def write_shortlist(shortlist: Shortlist, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the likely targets of each source token as `vmap.txt`, for `use_vmap=True`."""
+    """Write the likely targets of each source token as `vmap.txt`, for `use_vmap=True`.
+
+    Pieces with a tab or a line break, which the format cannot hold, are left out.
+    """
     pieces = list(ids_of_pieces(tokenizer.tgt))
-    lines = ["\t" + " ".join(pieces[index] for index in np.flatnonzero(shortlist.is_always_V))]
+
+    def row(source: str, targets: Iterable[int]) -> str:
+        written = [pieces[token] for token in targets if not _BREAK.search(pieces[token])]
+        return f"{source}\t{' '.join(written)}"
+
+    lines = [row("", np.flatnonzero(shortlist.is_always_V))]
     for source, index in ids_of_pieces(tokenizer.src).items():
-        likely = [token for token in shortlist.likely_SK[index].tolist() if token >= 0]
-        copied = [index] if shortlist.is_shared else []
-        lines.append(f"{source}\t{' '.join(pieces[token] for token in likely + copied)}")
+        if not _BREAK.search(source):
+            likely = [token for token in shortlist.likely_SK[index].tolist() if token >= 0]
+            copied = [index] if shortlist.is_shared else []
+            lines.append(row(source, likely + copied))
     write_lines(directory / "vmap.txt", lines)
 
 

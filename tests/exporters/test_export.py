@@ -14,6 +14,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -38,9 +39,11 @@ from tasks import write_task
 
 import mtrain
 from mtrain.config.corpora import HubCorpus, TsvCorpus
+from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.reader import FileMark
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.shortlist import Shortlist
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.exporters import ctranslate2, export, huggingface, model_card, parity
@@ -52,6 +55,7 @@ from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 LIBRARIES: list[Library] = ["ctranslate2", "huggingface"]
 
@@ -199,6 +203,22 @@ def test_a_shortlist_is_written_and_ctranslate2_generates_only_its_tokens(
     model = ctranslate2.load(directory, use_vmap=True)
     (found,) = model.search(model.encode(LINES.src[:1]), 2, [5])
     assert {*tgt.pieces_of(found.ids)} <= {piece, "<unk>"}
+
+
+def test_pieces_with_a_tab_or_a_line_break_are_left_out_of_a_shortlist(tmp_path: Path) -> None:
+    """CTranslate2 reads each tab as the separator of a source token and its targets."""
+    lines = [f"{line}\t! x\rx" for line in SRC_LINES]
+    config = TokenizerConfig(vocab_size=420)
+    tokenizer = sentencepiece.train(config, zip(lines, lines, strict=True), len(lines), seed=1)
+    pieces = tokenizer.src.pieces_of(range(len(tokenizer.src)))
+    odd = [piece for piece in pieces if re.search("[\t\r]", piece)]
+    assert "\t" in "".join(odd) and "\r" in "".join(odd)
+    likely_SK = np.array([[pieces.index(piece) for piece in (*odd, "x")]] * len(pieces))
+    learned = Shortlist(likely_SK, np.ones(len(pieces), np.bool_), is_shared=True)
+    ctranslate2.write_shortlist(learned, tokenizer, tmp_path)
+    rows = (tmp_path / "vmap.txt").read_bytes().decode().split("\n")[:-1]
+    usual = [piece for piece in pieces if piece not in odd]
+    assert rows == ["\t" + " ".join(usual), *(f"{piece}\tx {piece}" for piece in usual)]
 
 
 def test_a_shortlist_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
