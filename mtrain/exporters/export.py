@@ -93,9 +93,10 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
 
 
 def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTranslate2Translator:
-    """Load a run's CTranslate2 export; write it first if it is missing or has other weights.
+    """Load a run's CTranslate2 export in float32; write it first if it is missing or outdated.
 
-    Concurrent processes take turns by a lock, unless the run folder is not writable.
+    Any other export in its folder is replaced. Concurrent processes take turns by a lock, unless
+    the run folder is not writable.
 
     Raises:
         ConfigError: if CTranslate2 does not support an option.
@@ -106,7 +107,11 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
     directory = run.path / "ctranslate2"
     with run.exporting() if os.access(run.path, os.W_OK) else nullcontext():
         stored = _read_report(directory)
-        if stored is None or stored.weights != sha256_if_readable(run.model_path):
+        if (
+            stored is None
+            or (stored.library, stored.precision) != ("ctranslate2", "float32")
+            or stored.weights != sha256_if_readable(run.model_path)
+        ):
             if not (run.data_dir / "valid.src").exists():
                 raise RunError(
                     f"{run.path}: must have its validation text in data/ for `--engine "
@@ -172,6 +177,8 @@ class _StoredReport(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
+    library: str
+    precision: str
     weights: str | None
     files: dict[str, str]
 

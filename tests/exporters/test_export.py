@@ -50,7 +50,7 @@ from mtrain.exporters import ctranslate2, export, huggingface, model_card, parit
 from mtrain.exporters.export import ExportReport, ExportRequest
 from mtrain.exporters.exporter import ExportedHypothesis, Ids, OwnCall, Requirement
 from mtrain.exporters.huggingface import MarianModel
-from mtrain.exporters.registry import Library
+from mtrain.exporters.registry import Library, Quantization
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
 from mtrain.run.load_model import LoadOptions
@@ -819,6 +819,22 @@ def test_the_ctranslate2_engine_exports_once_and_again_after_the_weights_change(
         said.append("writing, then checking" in outcome.err)
     assert said == [True, False, True]
     assert not list(run.path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("library", "quantization"), [("ctranslate2", "int8"), ("huggingface", None)]
+)
+def test_the_ctranslate2_engine_replaces_a_quantised_export_and_one_for_another_library(
+    cli: Cli, run: RunDir, library: Library, quantization: Quantization | None
+) -> None:
+    need(library)
+    folder = run.path / "ctranslate2"
+    export.export(run, folder, ExportRequest(library, quantization, 2, has_scores=False), print)
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba ce di\n")
+    assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
+    report = json.loads((folder / "export.json").read_text("utf-8"))
+    assert (report["library"], report["precision"]) == ("ctranslate2", "float32")
+    assert (folder / "model.bin").is_file() and not (folder / "model.safetensors").exists()
 
 
 def cut_model(folder: Path) -> str:
