@@ -300,7 +300,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             compared,
             _bleu(run, translator, scored, beam, held_out, say) if scored else {},
         )
-        example = min(lines.src, key=len)
+        example = min(lines.src, key=lambda line: (line.startswith("-"), len(line)))
         results = _test_results(run, translator, say) if request.has_scores else []
         card = model_card.readme(
             run,

@@ -1164,6 +1164,19 @@ def test_a_card_without_a_licence_or_test_sets_says_so(trained: RunDir) -> None:
     assert "model-index" not in card
 
 
+def test_the_example_of_the_card_does_not_begin_with_a_dash_if_a_line_does_not(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program on a command line would read it as an option."""
+    for number, sources in enumerate((["-ba!", "ba ce di", "fo gu ha je"], ["-ba ce", "-ba!"])):
+        lines = ParallelLines(sources, sources)
+        monkeypatch.setattr(export, "_read_held_out", lambda run, translator, lines=lines: lines)
+        directory, request = tmp_path / f"{number}", ExportRequest("ctranslate2", has_scores=False)
+        export.export(run, directory, request, print)
+        card = (directory / "README.md").read_text("utf-8")
+        assert f"lines = ['{('ba ce di', '-ba!')[number]}']" in card
+
+
 def test_a_card_names_data_sets_of_the_hub(trained: RunDir) -> None:
     hub = HubCorpus(hub="wmt/wmt14", split="train", src="de", tgt="en")
     tree = yaml.safe_load(card_with(trained, train=hub).split("---\n")[1])
