@@ -15,6 +15,7 @@ from mtrain.exporters import export, parity
 from mtrain.exporters.exporter import ExportedModel
 from mtrain.exporters.registry import Library, exporters
 from mtrain.model.transformer import Transformer
+from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 EXPORTERS = exporters()
@@ -51,6 +52,20 @@ def random_model(kind: str = "unigram", shared: bool = True, **variant: object) 
     tokenizer = vocabularies(kind, shared)
     config = model_config(**variant)
     model = transformer(config, len(tokenizer.src), len(tokenizer.tgt)).float()
+    return translator_of(model, tokenizer)
+
+
+def tempted_model() -> Translator:
+    """A model with a tag, whose likeliest tokens are those that must never be generated."""
+    pairs = zip(SRC_LINES, TGT_LINES, strict=True)
+    config = TokenizerConfig(vocab_size=420)
+    tokenizer = sentencepiece.train(config, pairs, len(SRC_LINES), seed=1, tags=["bt"])
+    tgt = tokenizer.tgt
+    model = transformer(model_config(num_decoder_layers=1), len(tgt), len(tgt)).float()
+    norm = model.decoder[0].residual_3.norm
+    with torch.no_grad():
+        norm.weight.zero_()  # every state is the norm's bias
+        model.output.weight[[tgt.pad, tgt.bos, tgt.tags["bt"]]] = norm.bias
     return translator_of(model, tokenizer)
 
 

@@ -187,9 +187,9 @@ MODEL = [
     ),
     Mutation(
         "a search may generate a tag token",
-        "mtrain/decode/translator.py",
-        "[tgt.pad, tgt.bos, *tgt.tags.values()]",
-        "[tgt.pad, tgt.bos]",
+        "mtrain/tokenizer/sentencepiece.py",
+        "[self.pad, self.bos, *self.tags.values()]",
+        "[self.pad, self.bos]",
         "tests/training/test_synthetic.py -k decoding_never_generates",
     ),
     Mutation(
@@ -1539,8 +1539,8 @@ EXPORTS = [
     export(
         "huggingface",
         "transformers may generate padding",
-        '"suppress_tokens": [tgt.pad, tgt.bos]',
-        '"suppress_tokens": [tgt.bos]',
+        '"suppress_tokens": tgt.never_generated',
+        '"suppress_tokens": tgt.never_generated[1:]',
     ),
     export(
         "huggingface",
@@ -1627,8 +1627,8 @@ EXPORTS = [
     export(
         "marian",
         "Marian may generate padding",
-        "bias[0, [tgt.pad, tgt.bos]]",
-        "bias[0, [tgt.bos]]",
+        "bias[0, tgt.never_generated]",
+        "bias[0, tgt.never_generated[1:]]",
         "marian",
     ),
     export(
@@ -1697,8 +1697,8 @@ EXPORTS = [
     onnx(
         "onnx",
         "transformers.js may generate padding",
-        '"suppress_tokens": [tgt.pad, tgt.bos]',
-        '"suppress_tokens": [tgt.bos]',
+        '"suppress_tokens": tgt.never_generated',
+        '"suppress_tokens": tgt.never_generated[1:]',
         ".py -k files_and_settings_that_transformers_js_reads",
     ),
     onnx(

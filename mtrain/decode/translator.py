@@ -322,7 +322,7 @@ class Translator:
         prefix_BP = None
         if any(source.prefix for source in sources):
             prefix_BP = pad_right([list(source.prefix) for source in sources], -1).numpy()
-        never = [tgt.pad, tgt.bos, *tgt.tags.values()]
+        never = tgt.never_generated
         shortlists: list[PackedRows] = []
         if self.options.shortlist is not None and self.options.beam > 1 and self.shortlist:
             tokens = [self.shortlist.tokens(source.ids, never) for source in sources]

@@ -127,7 +127,7 @@ def write_model(
         activation=activations[sizes.activation],
     )
     tgt = tokenizer.tgt
-    _fill(spec, model, longest(config, MIN_POSITIONS), masked_ids=[tgt.pad, tgt.bos])
+    _fill(spec, model, longest(config, MIN_POSITIONS), masked_ids=tgt.never_generated)
     unk, bos, eos = tgt.pieces_of([tgt.unk, tgt.bos, tgt.eos])
     spec.config.unk_token, spec.config.bos_token, spec.config.eos_token = unk, bos, eos
     spec.config.decoder_start_token = bos

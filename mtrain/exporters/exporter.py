@@ -69,7 +69,7 @@ class ExportedModel(Protocol):
 
     @property
     def masks_special(self) -> bool:
-        """Whether <pad> and <s> have zero probability, in scores too."""
+        """Whether <pad>, <s> and tags have zero probability, in scores too."""
 
     @property
     def quantised(self) -> ExportedModel | None:

@@ -119,7 +119,7 @@ def write(
         "num_beams": decoding.beam,
         "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
         "max_new_tokens": config.data.max_tokens + decoding.max_extra_tokens + 1,  # and eos
-        "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
+        "suppress_tokens": tgt.never_generated,
         **special_ids(tgt),
     }
     with _quiet() as transformers:
@@ -211,7 +211,7 @@ class MarianModel:
     """An exported folder, loaded by transformers on the CPU."""
 
     quantised = None
-    masks_special = False  # `generate` suppresses <pad> and <s>; the model's scores do not
+    masks_special = False  # `generate` suppresses <pad>, <s> and tags; the model's scores do not
 
     def __init__(self, directory: Path) -> None:
         with _quiet() as transformers:

@@ -211,7 +211,7 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
     if tie == "none":
         weights["decoder_ff_logit_out_Wt"] = state["output.weight"]
     bias = torch.zeros(1, len(state["output.weight"]))
-    bias[0, [tgt.pad, tgt.bos]] = MASKED_BIAS
+    bias[0, tgt.never_generated] = MASKED_BIAS
     weights["decoder_ff_logit_out_b"] = bias
     return {name: weight.float().contiguous() for name, weight in weights.items()}
 

@@ -128,7 +128,7 @@ def write(
             "num_beams": 1,
             # with bos and eos; a `max_new_tokens` here would overrule the `max_length` of a caller
             "max_length": config.data.max_tokens + decoding.max_extra_tokens + 2,
-            "suppress_tokens": [tgt.pad, tgt.bos],
+            "suppress_tokens": tgt.never_generated,
             **special_ids(tgt),
         },
         "tokenizer_config": {
@@ -150,7 +150,7 @@ def write(
 class OnnxModel:
     """An exported folder, loaded by ONNX Runtime on the CPU."""
 
-    masks_special = False  # `search` never chooses <pad> or <s>; scores include them
+    masks_special = False  # `search` never chooses <pad>, <s> or a tag; scores include them
 
     def __init__(self, directory: Path, suffix: str = "") -> None:
         import onnxruntime
@@ -169,9 +169,10 @@ class OnnxModel:
         self._special = {
             self._tokenizer.token_to_id(token) for token in tree["additional_special_tokens"]
         }
-        special = json.loads((directory / "generation_config.json").read_text("utf-8"))
+        generation = json.loads((directory / "generation_config.json").read_text("utf-8"))
         names = ("pad_token_id", "bos_token_id", "eos_token_id")
-        self._special_ids = SpecialIds(*(int(special[name]) for name in names))
+        self._special_ids = SpecialIds(*(int(generation[name]) for name in names))
+        self._never: list[int] = generation["suppress_tokens"]
 
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
@@ -193,7 +194,7 @@ class OnnxModel:
         def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
             limits_B = np.array([max_lengths[row] for row in rows], np.int64)
             pad, bos, eos = self._special_ids
-            constraints = Constraints(bos, eos, [pad, bos], limits_B)
+            constraints = Constraints(bos, eos, self._never, limits_B)
             src = [sources[row] for row in rows]
             state = self.start(pad_right(src, pad), keep_first([len(ids) for ids in src]))
             group = RequestGroup(state, constraints)

@@ -189,7 +189,7 @@ class LogProbSearcher:
         models, tokenizer = translator.ensemble.models, translator.tokenizer
         self.translator = Translator(models, tokenizer, options, translator.device)
         if masks_special:
-            masked_ids = [tokenizer.tgt.pad, tokenizer.tgt.bos]
+            masked_ids = tokenizer.tgt.never_generated
             self.translator.ensemble = MaskedEnsemble(translator.ensemble, masked_ids)
 
     def search(self, sources: Ids, beam: int) -> Ids:

@@ -56,6 +56,11 @@ class Vocabulary:
         return {match[1]: piece for piece, match in matches if match}
 
     @property
+    def never_generated(self) -> list[int]:
+        """The ids that no translation contains: pad, bos and the tags."""
+        return [self.pad, self.bos, *self.tags.values()]
+
+    @property
     def byte_pieces(self) -> list[int]:
         """The ids of the byte-fallback pieces."""
         return [piece for piece in range(len(self)) if self._processor.is_byte(piece)]

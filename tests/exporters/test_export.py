@@ -30,6 +30,7 @@ from exporting import (
     need,
     random_model,
     settings,
+    tempted_model,
     translator_of,
 )
 from fork_server import MtrainProcess
@@ -426,19 +427,16 @@ def test_a_source_longer_than_the_position_table_is_an_error(
         copy.search(sources, 1, [2])
 
 
-def test_padding_and_bos_are_never_generated(library: Library, tmp_path: Path) -> None:
-    translator = random_model(tie_embeddings="none", num_decoder_layers=1)
-    norm = translator.model.decoder[0].residual_3.norm
-    with torch.no_grad():
-        norm.weight.zero_()  # every state is the norm's bias
-        tgt = translator.tokenizer.tgt
-        weight = translator.model.output.weight
-        weight[tgt.pad] = weight[tgt.bos] = norm.bias
+def test_padding_bos_and_tags_are_never_generated(library: Library, tmp_path: Path) -> None:
+    translator = tempted_model()
+    tgt = translator.tokenizer.tgt
     copy = copied(translator, library, tmp_path)
     sources = translator.tokenizer.encode_src(LINES.src)
     for beam in (1, 3):
         for hypothesis in copy.search(sources, beam, [4] * len(sources)):
-            assert hypothesis.ids and not {tgt.pad, tgt.bos} & set(hypothesis.ids)
+            assert hypothesis.ids
+            assert not {tgt.pad, tgt.bos, tgt.tags["bt"]} & set(hypothesis.ids)
+    assert parity.compare(translator, copy, LINES).problems() == []
 
 
 def test_odd_text_is_encoded_and_decoded_as_by_mtrain(

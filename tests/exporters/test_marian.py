@@ -26,6 +26,7 @@ from exporting import (
     need,
     random_model,
     settings,
+    tempted_model,
     translator_of,
 )
 from torch import Tensor
@@ -130,6 +131,14 @@ def test_the_formulas_of_marian_give_the_log_probs_of_the_model_with_the_wavelen
         assert log_probs[:, [tokenizer.tgt.pad, tokenizer.tgt.bos]].max() < -5000
         furthest = max(furthest, *(abs(a - b) for a, b in zip(ours, other, strict=True)))
     assert furthest > 10 * EXACT, "the wavelengths make a difference"
+
+
+def test_the_bias_keeps_padding_bos_and_tags_from_being_generated(tmp_path: Path) -> None:
+    translator = tempted_model()
+    tgt = translator.tokenizer.tgt
+    marian.write(translator.model, translator.tokenizer, settings(), tmp_path, None)
+    bias = np.load(tmp_path / "model.npz")["decoder_ff_logit_out_b"][0]
+    assert set(np.flatnonzero(bias < -5000)) == {tgt.pad, tgt.bos, tgt.tags["bt"]}
 
 
 def test_a_tied_embedding_is_stored_once(tmp_path: Path) -> None:

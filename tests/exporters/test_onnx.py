@@ -18,7 +18,7 @@ import pytest
 import torch
 from builders import SRC_LINES, TGT_LINES, vocabularies
 from conftest import Cli
-from exporting import EXACT, LINES, check_exact, copied, random_model, settings
+from exporting import EXACT, LINES, check_exact, copied, random_model, settings, tempted_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +95,18 @@ def test_one_decoder_graph_runs_the_first_step_and_the_later_steps(tmp_path: Pat
         assert logits_NTV.shape == (2, 1, 420)
         assert state.feeds["past_key_values.0.decoder.key"].shape == (2, 2, length, 6)
         assert state.feeds["past_key_values.0.encoder.key"].shape == (2, 2, len(ids), 6)
+
+
+def test_padding_bos_and_tags_are_never_generated_with_onnx_runtime(tmp_path: Path) -> None:
+    translator = tempted_model()
+    copy, tgt = copied(translator, "onnx", tmp_path), translator.tokenizer.tgt
+    never = {tgt.pad, tgt.bos, tgt.tags["bt"]}
+    generation = json.loads((tmp_path / "generation_config.json").read_text("utf-8"))
+    assert set(generation["suppress_tokens"]) == never
+    sources = translator.tokenizer.encode_src(LINES.src)
+    for beam in (1, 3):
+        for hypothesis in copy.search(sources, beam, [4] * len(sources)):
+            assert hypothesis.ids and not never & set(hypothesis.ids)
 
 
 def test_int8_weights_are_near_the_float32_weights_and_a_tied_matrix_is_stored_once(
