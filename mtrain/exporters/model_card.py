@@ -13,7 +13,7 @@ import yaml
 
 from mtrain import __version__
 from mtrain.config.corpora import Corpus, HubCorpus, corpora_of
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, DecodingConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of
 from mtrain.corpus.reader import FileMark
@@ -151,10 +151,16 @@ def _scores(config: Config, results: Sequence[TestResult]) -> Iterator[str]:
     if not results:
         yield "No test set was scored."
         return
+    decoding, defaults = config.decoding.model_dump(), DecodingConfig().model_dump()
+    changed = [
+        f"`{yaml.safe_dump({key: value}).strip()}`"
+        for key, value in decoding.items()
+        if value != defaults[key] and key not in ("beam", "length_alpha", "batch_tokens")
+    ]
     yield (
         f"Of the run in float32, translated by mtrain with a beam of {config.decoding.beam} and a "
-        f"length exponent of {config.decoding.length_alpha:g}, before it was exported; intervals "
-        "of 95% by bootstrap."
+        f"length exponent of {config.decoding.length_alpha:g}{', and with ' * bool(changed)}"
+        f"{', '.join(changed)}, before it was exported; intervals of 95% by bootstrap."
     )
     yield from ("", "| test set | lines | score | signature |", "| --- | --: | --- | --- |")
     for result in results:

@@ -40,13 +40,14 @@ from tasks import write_task
 
 import mtrain
 from mtrain.config.corpora import HubCorpus, TsvCorpus
-from mtrain.config.sections import TokenizerConfig
+from mtrain.config.sections import DecodingConfig, TokenizerConfig
 from mtrain.corpus.reader import FileMark
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.shortlist import Shortlist
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
+from mtrain.evaluation import evaluation, metrics
 from mtrain.exporters import ctranslate2, export, huggingface, model_card, parity
 from mtrain.exporters.export import ExportReport, ExportRequest
 from mtrain.exporters.exporter import ExportedHypothesis, Ids, OwnCall, Requirement
@@ -1173,6 +1174,27 @@ def test_the_example_of_the_card_does_not_begin_with_a_dash_if_a_line_does_not(
         export.export(run, directory, request, print)
         card = (directory / "README.md").read_text("utf-8")
         assert f"lines = ['{('ba ce di', '-ba!')[number]}']" in card
+
+
+@pytest.mark.parametrize(
+    ("decoding", "words"),
+    [
+        ({"beam": 4, "batch_tokens": 100}, "a beam of 4 and a length exponent of 0.6, before"),
+        (
+            {"mbr": "chrf", "no_repeat_ngram": 3, "retry_flagged": False},
+            "a length exponent of 0.6, and with `no_repeat_ngram: 3`, `retry_flagged: false`, "
+            "`mbr: chrf`, before",
+        ),
+    ],
+    ids=["default", "others"],
+)
+def test_the_card_names_the_decoding_options_that_are_not_the_default(
+    decoding: dict[str, object], words: str
+) -> None:
+    lines = metrics.TestSet(["a"], [["b"]])
+    config = settings().model_copy(update={"decoding": DecodingConfig.model_validate(decoding)})
+    result = evaluation.TestResult("held_out", "run", lines, ["b"], [])
+    assert words in next(model_card._scores(config, [result]))
 
 
 def test_a_card_names_data_sets_of_the_hub(trained: RunDir) -> None:
