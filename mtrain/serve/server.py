@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mtrain.api import Model
 from mtrain.errors import ConfigError
@@ -24,19 +24,22 @@ _GRACE_S = 8  # for the translations that run when a signal ends the server
 _HEAD_TIMEOUT_S = 20.0  # for the head of a request to arrive
 _KEEP_ALIVE_S = 5  # idle time after which a connection is closed
 _MAX_HEAD_BYTES = 65_536
+_MAX_PIPELINED = 8  # requests that wait on a connection for the answer to an earlier one
 _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
 
 
 class _Protocol(HttpToolsProtocol):
     """HTTP/1.1 with the checks that llhttp leaves to its caller.
 
-    Closes a connection whose request head is late or too large, and answers a request to upgrade
-    to another protocol, which Java's client sends with a body, in HTTP/1.1.
+    Closes a connection whose request head is late or too large, or on which too many requests
+    wait, and answers a request to upgrade to another protocol, which Java's client sends with a
+    body, in HTTP/1.1.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0  # of the request: head, trailers and what frames the chunks of its body
     _num_body_bytes = 0
+    _unanswered: tuple[RequestResponseCycle, ...] = ()  # uvicorn notes only the last of them
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,9 +76,18 @@ class _Protocol(HttpToolsProtocol):
             self.parser = HttpRequestParser(self)
             self._feed(b"\r\n".join([*head, b"", body]))
 
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise HttpParserError("too many requests wait")  # and the rest is not parsed
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        cycles = (*self._unanswered, self.cycle)
+        self._unanswered = tuple(cycle for cycle in cycles if not cycle.response_complete)
+        self.flow.resume_reading()  # a paused transport does not notice that the client has gone
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes -= len(body)
@@ -88,6 +100,9 @@ class _Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()

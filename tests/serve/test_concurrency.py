@@ -89,6 +89,17 @@ def test_a_client_disconnect_cancels_its_translation(
         assert client.post("/translate", BODY).tree == {"translatedText": BODY["q"]}
 
 
+def test_a_client_that_pipelines_cancels_its_translation_by_disconnecting(
+    pair_models: list[mtrain.Model], blocking: Blocking
+) -> None:
+    with running(pair_models) as client, open_request(client) as opened:
+        assert blocking.has_begun.wait(30)
+        opened.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        opened.close()
+        assert blocking.cancelled.wait(30)
+        blocking.may_end.set()
+
+
 def test_a_request_above_max_requests_gets_503_while_the_first_still_runs(
     pair_models: list[mtrain.Model], blocking: Blocking
 ) -> None:

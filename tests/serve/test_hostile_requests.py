@@ -193,9 +193,15 @@ def test_a_chunked_body_with_one_byte_chunks_is_read(client: Client) -> None:
 def test_pipelined_requests_are_answered_in_order(client: Client) -> None:
     first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     last = b"GET /languages HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    received = exchange(client, first * 50 + last, closes=False)
-    assert received.count(b"HTTP/1.1 200 OK") == 51
+    received = exchange(client, first * 8 + last, closes=False)
+    assert received.count(b"HTTP/1.1 200 OK") == 9
     assert received.endswith(client.get("/languages").body)
+
+
+def test_a_connection_on_which_more_than_8_requests_wait_is_closed(client: Client) -> None:
+    received = exchange(client, b"GET /health HTTP/1.1\r\n\r\n" * 1000, closes=False)
+    assert received.count(b"HTTP/1.1 400 ") == 1
+    assert received.count(b"HTTP/1.1 200 ") < 100
 
 
 def test_a_request_to_upgrade_to_http2_is_answered(client: Client) -> None:
