@@ -21,7 +21,10 @@ from mtrain.serve.translation import Translations
 logger = logging.getLogger("mtrain")
 
 _GRACE_S = 8  # for the translations that run when a signal ends the server
+_ABORT_S = 1.5  # after that, for the answers to be sent
 _HEAD_TIMEOUT_S = 20.0  # for the head of a request to arrive
+_STALLED_S = 20.0  # in which a client must take `_MIN_TAKEN` bytes of an answer, or all the rest
+_MIN_TAKEN = 65_536
 _KEEP_ALIVE_S = 5  # idle time after which a connection is closed
 _MAX_HEAD_BYTES = 65_536
 _MAX_PIPELINED = 8  # requests that wait on a connection for the answer to an earlier one
@@ -31,12 +34,13 @@ _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of
 class _Protocol(HttpToolsProtocol):
     """HTTP/1.1 with the checks that llhttp leaves to its caller.
 
-    Closes a connection whose request head is late or too large, or on which too many requests
-    wait, and answers a request to upgrade to another protocol, which Java's client sends with a
-    body, in HTTP/1.1.
+    Closes a connection whose request head is late or too large, on which too many requests
+    wait, or whose client does not read its answers; and answers a request to upgrade to another
+    protocol, which Java's client sends with a body, in HTTP/1.1.
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None  # while bytes of an answer wait to be sent
     _num_head_bytes = 0  # of the request: head, trailers and what frames the chunks of its body
     _num_body_bytes = 0
     _unanswered: tuple[RequestResponseCycle, ...] = ()  # uvicorn notes only the last of them
@@ -44,6 +48,7 @@ class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
+        transport.set_write_buffer_limits(high=0)  # writing is paused while any byte waits
 
     def data_received(self, data: bytes) -> None:
         self._num_head_bytes += len(data)
@@ -104,8 +109,34 @@ class _Protocol(HttpToolsProtocol):
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_progress()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def _expect_progress(self) -> None:
+        """Abort the connection unless its client takes more of the answer in time."""
+        most_left = self.transport.get_write_buffer_size() - _MIN_TAKEN
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() > most_left:
+                self.transport.abort()
+            else:
+                self._expect_progress()
+
+        self._stall_timer = self.loop.call_later(_STALLED_S, check)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.loop.call_later(_GRACE_S + _ABORT_S, self.transport.abort)
 
 
 def listen(settings: ServerSettings) -> socket.socket:

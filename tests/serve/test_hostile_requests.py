@@ -6,6 +6,9 @@ import json
 import re
 import resource
 import socket
+import threading
+import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -18,6 +21,7 @@ from serving import ANY_PORT, FORM, JSON, Client, running
 
 import mtrain
 from mtrain.serve import middleware, server
+from mtrain.serve.settings import ServerSettings
 from mtrain.serve.spec import openapi
 from mtrain.serve.translation import Translations
 
@@ -239,6 +243,80 @@ def test_slow_senders_are_timed_out(
         received = exchange(client, first + head, closes=False)
         assert received.count(b"HTTP/1.1 200 OK") == 1
         assert client.post("/translate", GOOD).status == 200
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system keep few of the bytes that a server sends."""
+    listen = server.listen
+
+    def listen_with_small_buffers(settings: ServerSettings) -> socket.socket:
+        listening = listen(settings)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    monkeypatch.setattr(server, "listen", listen_with_small_buffers)
+
+
+def connect_with_a_small_buffer(client: Client) -> socket.socket:
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    opened.settimeout(60)
+    opened.connect((client.host, client.port))
+    return opened
+
+
+def request_without_reading(client: Client) -> socket.socket:
+    """Send requests; return once the server cannot send all answers."""
+    opened = connect_with_a_small_buffer(client)
+    opened.sendall(b"GET /page.js HTTP/1.1\r\nHost: x\r\n\r\n" * 9)
+    while b"in_flight 2" not in client.get("/metrics").body:
+        pass
+    return opened
+
+
+def test_a_client_that_does_not_read_its_answers_is_disconnected(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch, small_buffers: None
+) -> None:
+    monkeypatch.setattr(server, "_STALLED_S", 0.3)
+    with running(pair_models) as client, request_without_reading(client):
+        while b"in_flight 1" not in client.get("/metrics").body:
+            pass
+
+
+def test_a_client_that_takes_enough_of_its_answers_in_time_gets_all_of_them(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch, small_buffers: None
+) -> None:
+    monkeypatch.setattr(server, "_STALLED_S", 0.05)
+    monkeypatch.setattr(server, "_MIN_TAKEN", 0)
+    with running(pair_models) as client, request_without_reading(client) as opened:
+        received = b""
+        while received.count(b"HTTP/1.1 200 OK") < 9 or not received.endswith(b"start();\n"):
+            received += opened.recv(65536)
+            time.sleep(0.001)
+
+
+def test_a_client_that_does_not_read_its_answers_does_not_keep_the_server_from_ending(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch, small_buffers: None
+) -> None:
+    """The answer to a translation that is cancelled cannot be sent."""
+    has_begun = threading.Event()
+
+    def wait(*arguments: object, cancel: threading.Event, **options: object) -> None:
+        has_begun.set()
+        assert cancel.wait(30)
+        raise CancelledError
+
+    monkeypatch.setattr(mtrain.Model, "translate", wait)
+    monkeypatch.setattr(server, "_GRACE_S", 0)
+    body = json.dumps(GOOD).encode()
+    head = b"POST /translate HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d"
+    sent = b"GET /page.js HTTP/1.1\r\n\r\n" + head % len(body) + b"\r\n\r\n" + body
+    with running(pair_models) as client:
+        opened = connect_with_a_small_buffer(client)
+        opened.sendall(sent)
+        assert has_begun.wait(30)
+    opened.close()  # after the server has ended
 
 
 def test_error_messages_shorten_long_values(client: Client) -> None:
