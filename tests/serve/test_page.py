@@ -95,20 +95,43 @@ def test_swap_is_disabled_without_a_reverse_run_and_the_detected_language_is_sho
     )
 
 
-def test_alt_s_swaps_the_languages_when_both_directions_have_a_run(
+@pytest.fixture
+def both_ways(
     browser: Any, pair_models: list[mtrain.Model], trained: Any, tmp_path: Path
-) -> None:
+) -> Iterator[Any]:
+    """The page of a server with runs of both directions."""
     from serving import with_languages
 
     back = mtrain.load(with_languages(trained, tmp_path / "run", "de", "en"), beam=3)
     with running([pair_models[0], back], ServerSettings(port=0)) as client:
-        for page in opened(browser, client, 1280, "light"):
-            page.fill("#source", TEXT)
-            wait_for(page, TEXT)
-            page.keyboard.press("Alt+KeyS")
-            assert page.input_value("#source-language") == "de"
-            assert page.input_value("#target-language") == "en"
-            wait_for(page, TEXT)
+        yield from opened(browser, client, 1280, "light")
+
+
+def languages(page: Any) -> list[str]:
+    return [page.input_value(f"#{name}-language") for name in ("source", "target")]
+
+
+def test_alt_s_swaps_the_languages_when_both_directions_have_a_run(both_ways: Any) -> None:
+    both_ways.fill("#source", TEXT)
+    wait_for(both_ways, TEXT)
+    both_ways.keyboard.press("Alt+KeyS")
+    assert languages(both_ways) == ["de", "en"]
+    wait_for(both_ways, TEXT)
+
+
+PRESS = """([key, platform]) => {
+    const property = { get: () => platform, configurable: true };
+    Object.defineProperty(navigator, "platform", property);
+    const options = { key, code: "KeyS", altKey: true, bubbles: true, cancelable: true };
+    return !document.getElementById("source").dispatchEvent(new KeyboardEvent("keydown", options));
+}"""
+
+
+def test_option_s_on_a_mac_types_its_character(both_ways: Any) -> None:
+    assert not both_ways.evaluate(PRESS, ["ß", "MacIntel"])
+    assert languages(both_ways) == ["en", "de"]
+    assert both_ways.evaluate(PRESS, ["ы", "Linux x86_64"])
+    assert languages(both_ways) == ["de", "en"]
 
 
 def test_typing_tab_order_and_word_selection_work_by_keyboard_alone(page: Any) -> None:

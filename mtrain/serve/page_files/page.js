@@ -340,7 +340,9 @@ function listen() {
   output.addEventListener("blur", () => { activeWord = -1; activate(null); });
   output.addEventListener("keydown", moveWord);
   document.addEventListener("keydown", (event) => {
-    if (event.altKey && !event.ctrlKey && event.code === "KeyS") { event.preventDefault(); swap(); }
+    const isApple = /^(Mac|iP)/.test(navigator.platform); // where Option makes other characters
+    const isS = event.key.toLowerCase() === "s" || (!isApple && event.code === "KeyS");
+    if (event.altKey && !event.ctrlKey && isS) { event.preventDefault(); swap(); }
   });
   const pane = source.closest(".pane");
   const hasFiles = (event) => event.dataTransfer.types.includes("Files"); // else it is text
