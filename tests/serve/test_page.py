@@ -119,6 +119,23 @@ def test_alt_s_swaps_the_languages_when_both_directions_have_a_run(both_ways: An
     wait_for(both_ways, TEXT)
 
 
+def test_text_typed_after_the_shown_translation_is_kept_when_the_languages_are_swapped(
+    both_ways: Any,
+) -> None:
+    both_ways.fill("#source", TEXT)
+    wait_for(both_ways, TEXT)
+    both_ways.evaluate("source.value = 'fo gu'; swap()")  # before it is translated
+    assert both_ways.input_value("#source") == "fo gu"
+    wait_for(both_ways, "fo gu")
+
+
+def test_swapped_languages_are_remembered(both_ways: Any) -> None:
+    both_ways.click("#swap")
+    both_ways.reload()
+    both_ways.wait_for_function("() => languages.length && to.value === 'en'")
+    assert languages(both_ways) == ["de", "en"]
+
+
 PRESS = """([key, platform]) => {
     const property = { get: () => platform, configurable: true };
     Object.defineProperty(navigator, "platform", property);

@@ -11,7 +11,7 @@ const [from, to] = [$("source-language"), $("target-language")];
 
 let settings = { charLimit: -1, maxTexts: 1, maxAlternatives: 0, keyRequired: false };
 let languages = [];
-let shown = { text: "", lines: [] }; // the translation on the page
+let shown = { source: "", text: "", lines: [] }; // the translation on the page
 let running = null; // the AbortController of the last request
 let timer = 0;
 let detected = null;
@@ -155,7 +155,7 @@ function show(tree, text) {
   output.removeAttribute("aria-busy");
   const lines = tree.details || [];
   const breaks = text.match(/\r?\n/g) || [];
-  shown = { text: tree.translatedText, lines };
+  shown = { source: text, text: tree.translatedText, lines };
   const parts = [];
   if (!lines.length) parts.push(tree.translatedText);
   lines.forEach((line, row) => {
@@ -242,11 +242,13 @@ async function copy(text) {
 
 function swap() {
   const back = from.value === "auto" ? detected : from.value;
-  const [target, text] = [to.value, shown.text];
+  const target = to.value;
   if (!back || !targetsOf(target).includes(back)) return;
   from.value = target;
   fillTargets(back);
-  if (text) source.value = text;
+  remember("from", from.value);
+  remember("to", to.value);
+  if (shown.text && shown.source === source.value) source.value = shown.text;
   noteText();
   translate();
 }
