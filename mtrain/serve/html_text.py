@@ -36,6 +36,7 @@ _RAW = frozenset(_NAMES.findall("iframe noembed noframes script style textarea x
 _VOID = frozenset(  # without an end tag
     _NAMES.findall("area base br col embed hr img input link meta param source track wbr")
 )
+_COMMENT = re.compile(r"<!--(?:-?>|.*?--!?>)", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z][^\s/>]*")
 _TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
 _FOREIGN = frozenset({"svg", "math"})  # `/>` ends them, unlike the elements of HTML
@@ -92,9 +93,11 @@ def _tokens(text: str) -> Iterator[_HtmlToken]:
 
 
 def _end_of_comment(text: str, start: int) -> int:
-    mark = "-->" if text.startswith("<!--", start) else ">"
-    end = text.find(mark, start + 2)
-    return len(text) if end < 0 else end + len(mark)
+    if text.startswith("<!--", start):
+        comment = _COMMENT.match(text, start)
+        return comment.end() if comment else len(text)
+    end = text.find(">", start + 2)
+    return len(text) if end < 0 else end + 1
 
 
 def _end_of_tag(text: str, at: int) -> int:
