@@ -37,6 +37,21 @@ _VOID = frozenset(  # without an end tag
     _NAMES.findall("area base br col embed hr img input link meta param source track wbr")
 )
 _COMMENT = re.compile(r"<!--(?:-?>|.*?--!?>)", re.DOTALL)
+_LISTS = frozenset({"ul", "ol", "menu"})
+_BLOCKS = frozenset(
+    _NAMES.findall(
+        "article aside blockquote body details div dl fieldset figure footer form header main "
+        "menu nav ol section table ul"
+    )
+)
+_OPEN_ENDED = {  # elements whose end tag may be left out: the start tags and end tags that end them
+    "p": (frozenset({"p"}), _BLOCKS),
+    "li": (frozenset({"li"}), _LISTS),
+    "option": (frozenset({"option"}), frozenset({"select"})),
+    "tr": (frozenset({"tr"}), frozenset({"table"})),
+    **dict.fromkeys(("td", "th"), (frozenset({"td", "th", "tr"}), frozenset({"table"}))),
+    **dict.fromkeys(("dt", "dd"), (frozenset({"dt", "dd"}), frozenset({"dl"}))),
+}
 _NAME = re.compile(r"[a-zA-Z][^\s/>]*")
 _TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
 _FOREIGN = frozenset({"svg", "math"})  # `/>` ends them, unlike the elements of HTML
@@ -49,7 +64,7 @@ _PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
 class _HtmlToken(NamedTuple):
     """A piece of markup: text, a start tag, an end tag, or something else, as it stands."""
 
-    kind: str  # text, start, end, other
+    kind: str  # text, start, end, other; skipped: a whole element that is not translated
     raw: str
     name: str = ""
 
@@ -125,6 +140,34 @@ def _is_marked(tag: str) -> bool:
     return False
 
 
+def _with_skipped(tokens: Iterator[_HtmlToken]) -> Iterator[_HtmlToken]:
+    """Join the tokens of each untranslated element to one of the kind `skipped`.
+
+    An element without an end tag ends before the next one of its kind, or the end of its parent.
+    """
+    name, depth = "", 0  # of the untranslated element; how many like it or its parent it holds
+    raws: list[str] = []
+    starts, ends = frozenset[str](), frozenset[str]()  # tags that end it before themselves
+    for token in tokens:
+        if raws and depth == 0 and token.name in {"start": starts, "end": ends}.get(token.kind, ()):
+            yield _HtmlToken("skipped", "".join(raws), name)
+            raws = []
+        if raws:
+            raws.append(token.raw)
+            if token.kind == "end" and token.name == name and (depth == 0 or name == "p"):
+                yield _HtmlToken("skipped", "".join(raws), name)
+                raws = []
+            elif token.name in (ends or {name}):
+                depth += {"start": 1, "end": -1}[token.kind]
+        elif _is_untranslated(token):
+            name, raws, depth = token.name, [token.raw], 0
+            starts, ends = _OPEN_ENDED.get(name, (frozenset(), frozenset()))
+        else:
+            yield token
+    if raws:
+        yield _HtmlToken("skipped", "".join(raws), name)
+
+
 class _BlockPiece(NamedTuple):
     """Text or a tag within a block.
 
@@ -190,38 +233,20 @@ class HtmlText:
     def __init__(self, text: str, has_alignment: bool = True) -> None:
         self._parts: list[str | _Block] = []  # markup as it stands, and blocks
         block = _Block()
-        skipped: list[str] = []  # the untranslated element, and open ones of its name within
-        raws: list[str] = []  # of the untranslated element, or of the current tag
-        for token in _tokens(text):
-            if skipped:
-                raws.append(token.raw)
-                if token.kind == "start" and token.name == skipped[0]:
-                    skipped.append(token.name)
-                elif token.kind == "end" and token.name == skipped[0]:
-                    skipped.pop()
-                if skipped:
-                    continue
-            elif token.kind == "text":
+        for token in _with_skipped(_tokens(text)):
+            is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
+            if token.kind == "text":
                 unescaped = _SPACES.sub(" ", html.unescape(token.raw))
                 block.pieces.append(_BlockPiece(token.raw, unescaped))
-                continue
-            else:
-                raws = [token.raw]
-                is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
-                if _is_untranslated(token):
-                    skipped = [token.name]
-                    continue
-            if not is_inline:
+            elif not is_inline:
                 block = self._next_block(block)
-                self._parts.append("".join(raws))
-            elif len(raws) == 1 and token.kind == "start" and token.name not in _VOID:
+                self._parts.append(token.raw)
+            elif token.kind == "start" and token.name not in _VOID:
                 block.add_start(token)
-            elif len(raws) == 1 and token.kind == "end" and token.name in _INLINE:
+            elif token.kind == "end" and token.name in _INLINE:
                 block.add_end(token)
             else:
-                block.pieces.append(_BlockPiece("".join(raws)))
-        if skipped:
-            block.pieces.append(_BlockPiece("".join(raws)))
+                block.pieces.append(_BlockPiece(token.raw))
         self._next_block(block)
         blocks = [part for part in self._parts if isinstance(part, _Block)]
         for block in blocks:
