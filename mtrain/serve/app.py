@@ -27,7 +27,13 @@ from mtrain.serve.middleware import RequestMiddleware
 from mtrain.serve.rate_limit import RateLimit
 from mtrain.serve.settings import ServerSettings
 from mtrain.serve.spec import openapi
-from mtrain.serve.translation import AUTO, NoRouteError, TranslatedText, Translations
+from mtrain.serve.translation import (
+    AUTO,
+    NoRouteError,
+    TranslatedText,
+    TranslationRequest,
+    Translations,
+)
 from mtrain.serve.words import cut_words, word_probs
 
 logger = logging.getLogger("mtrain")
@@ -107,32 +113,22 @@ class Server:
         texts, is_list = read_texts(fields, self._settings)
         translation_request = read_translation(fields, texts, self._translations)
         timeout_s = self._settings.timeout_s
-        results = await self._in_thread(
-            request,
-            lambda cancel: self._translations.translate(translation_request, timeout_s, cancel),
-        )
-        if results is None:
+
+        def translate(cancel: threading.Event) -> tuple[list[TranslatedText], Response]:
+            results = self._translations.translate(translation_request, timeout_s, cancel)
+            return results, _JsonResponse(_answer_tree(translation_request, results, is_list))
+
+        translated = await self._in_thread(request, translate)
+        if translated is None:
             return Response(status_code=_CLIENT_GONE)
+        results, response = translated
         num_chars = sum(map(len, texts))
         self._metrics.add(len(texts), num_chars)
         request.state.num_texts, request.state.num_chars = len(texts), num_chars
         if self._settings.log_text:
             for text, result in zip(texts, results, strict=True):
                 logger.info("%s", json.dumps([text, result.text], ensure_ascii=False))
-        answer: dict[str, Any] = {"translatedText": [result.text for result in results]}
-        if translation_request.source == AUTO:
-            answer["detectedLanguage"] = [
-                _detected_tree(result.detected) for result in results if result.detected
-            ]
-        if translation_request.num_alternatives:
-            answer["alternatives"] = [list(result.alternatives) for result in results]
-        if any(result.pivot for result in results):
-            answer["pivot"] = [result.pivot for result in results]
-        if translation_request.with_details:
-            answer["details"] = [_details_tree(result) for result in results]
-        if not is_list:
-            answer = {key: values[0] for key, values in answer.items()}
-        return _JsonResponse(answer)
+        return response
 
     async def _detect(self, request: Request) -> Response:
         fields = await read_fields(request)
@@ -233,6 +229,23 @@ def _languages_tree(translations: Translations) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"code": code, "name": name_of(code), "targets": [*targets]}
         languages.append(entry | ({"pivots": pivots} if pivots else {}))
     return languages
+
+
+def _answer_tree(
+    request: TranslationRequest, results: list[TranslatedText], is_list: bool
+) -> dict[str, Any]:
+    answer: dict[str, Any] = {"translatedText": [result.text for result in results]}
+    if request.source == AUTO:
+        answer["detectedLanguage"] = [
+            _detected_tree(result.detected) for result in results if result.detected
+        ]
+    if request.num_alternatives:
+        answer["alternatives"] = [list(result.alternatives) for result in results]
+    if any(result.pivot for result in results):
+        answer["pivot"] = [result.pivot for result in results]
+    if request.with_details:
+        answer["details"] = [_details_tree(result) for result in results]
+    return answer if is_list else {key: values[0] for key, values in answer.items()}
 
 
 def _detected_tree(detected: Detected) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from tasks import copy_task
 
 import mtrain
 from mtrain.cli.console import log_on_stderr
+from mtrain.serve import app
 from mtrain.serve.settings import ServerSettings
+from mtrain.serve.words import cut_words
 
 BODY = {"q": "ba ce di", "source": "en", "target": "de"}
 NUM_LINES = 1000 if "MTRAIN_FUZZ" in os.environ else 250
@@ -142,6 +144,21 @@ def test_a_translation_that_exceeds_the_timeout_gets_503(pair_models: list[mtrai
     text = "Server is busy: the translation took more than 0 seconds"
     assert answer.tree == {"error": text}
     assert answer.headers["retry-after"] == "1"
+
+
+def test_details_are_written_in_the_thread_of_the_translation(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests are answered meanwhile."""
+    threads = []
+
+    def cut_words_noting(text: str) -> list[str]:
+        threads.append(threading.current_thread().name)
+        return cut_words(text)
+
+    monkeypatch.setattr(app, "cut_words", cut_words_noting)
+    assert client.post("/translate", BODY | {"details": True}).status == 200
+    assert threads and all(name.startswith("translate") for name in threads)
 
 
 def test_an_internal_error_gets_500_without_its_cause_and_is_logged(
