@@ -55,14 +55,14 @@ class LanguageDetector:
         if self._code_of:
             self._identifier.set_languages(sorted(self._code_of))
 
-    def rank(self, text: str) -> list[Detected]:
-        """Return at most `_MAX_DETECTED` languages, the likeliest first.
+    def rank(self, text: str, max_detected: int = _MAX_DETECTED) -> list[Detected]:
+        """Return at most `max_detected` languages, the likeliest first.
 
         Without letters or supported languages: the first language, with confidence 0.
         """
         if not self._code_of or not has_letters(text):
             return [Detected(self._codes[0], 0.0)]
-        ranked = self._identifier.rank(text[:_MAX_CHARS])[:_MAX_DETECTED]
+        ranked = self._identifier.rank(text[:_MAX_CHARS])[:max_detected]
         return [Detected(self._code_of[label], round(100 * share, 1)) for label, share in ranked]
 
 

@@ -146,7 +146,7 @@ class Translations:
             source = request.source
             if source == AUTO:
                 visible = "\n".join(HtmlText(text).lines) if request.is_html else text
-                detected[row] = self.detector.rank(visible)[0]
+                detected[row] = self._detect(visible, request.target)
                 source = detected[row].code
                 if not has_letters(visible):
                     results[row] = TranslatedText(text)
@@ -158,6 +158,13 @@ class Translations:
         return [
             replace(results[row], detected=detected.get(row)) for row in range(len(request.texts))
         ]
+
+    def _detect(self, text: str, target: str) -> Detected:
+        """Return the likeliest language that can be translated to the target, or is it."""
+        ranked = self.detector.rank(text, len(self.languages))
+        if all(tgt != target for _, tgt in self._models):
+            return ranked[0]
+        return next((each for each in ranked if target in self.targets(each.code)), ranked[0])
 
     def _translate(
         self,

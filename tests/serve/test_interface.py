@@ -6,12 +6,14 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from libretranslatepy import LibreTranslateAPI
-from serving import FORM, JSON, Client, running
+from serving import FORM, JSON, Client, running, with_languages
 
 import mtrain
+from mtrain.run.run_dir import RunDir
 from mtrain.serve.languages import LanguageDetector
 from mtrain.serve.settings import ServerSettings
 
@@ -157,6 +159,21 @@ def test_the_source_language_auto_is_detected_for_each_text(client: Client) -> N
     tree = client.post("/translate", batch).tree
     assert [each["language"] for each in tree["detectedLanguage"]] == ["en", "de"]
     assert tree["translatedText"][1] == "Der alte Bauer ist müde."  # it is in the target language
+
+
+def test_detection_prefers_languages_that_can_be_translated_to_the_target(
+    pair_models: list[mtrain.Model], trained: RunDir, tmp_path: Path
+) -> None:
+    other = mtrain.load(with_languages(trained, tmp_path / "run", "en", "fr"), beam=3)
+    with running([pair_models[0], other]) as client:
+        fields = {"q": ["Conclusion", "fo"], "source": "auto", "target": "de"}
+        assert client.post("/detect", {"q": "Conclusion"}).tree[0]["language"] == "fr"
+        answer = client.post("/translate", fields)
+        assert answer.status == 200
+        assert answer.tree["detectedLanguage"][0]["language"] == "en"
+        answer = client.post("/translate", fields | {"target": "en"})
+        text = "English (en) is not available as a target language from French (fr)"
+        assert (answer.status, answer.tree) == (400, {"error": text})
 
 
 def test_text_without_letters_is_detected_with_confidence_zero(client: Client) -> None:
