@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections import OrderedDict
@@ -18,17 +19,19 @@ class RateLimit:
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def seconds_to_wait(self, client: str) -> int:
         """Count a request of a client; return 0 if it is allowed, else the seconds to wait."""
         if not self._per_minute:
             return 0
+        # a proxy's header may name a client of any length; two long API keys may begin alike
+        key = hashlib.blake2b(client.encode("utf-8", "replace"), digest_size=16).digest()
         now, rate = time.monotonic(), self._per_minute / 60
-        tokens, last_s = self._buckets.pop(client, (float(self._per_minute), now))
+        tokens, last_s = self._buckets.pop(key, (float(self._per_minute), now))
         tokens = min(tokens + (now - last_s) * rate, float(self._per_minute))
         is_allowed = tokens >= 1
-        self._buckets[client] = (tokens - is_allowed, now)
+        self._buckets[key] = (tokens - is_allowed, now)
         if len(self._buckets) > _MAX_CLIENTS:
             self._buckets.popitem(last=False)
         return 0 if is_allowed else math.ceil((1 - tokens) / rate)

@@ -28,7 +28,7 @@ class ServerSettings:
         requests_per_minute: of one client; 0 is no limit.
         api_keys: keys of which a request must have one; empty is no check.
         trust_proxy: the addresses or networks of reverse proxies whose `X-Forwarded-For` names the
-            client, with commas between them; * is any.
+            client, with commas between them; * is any, and the first name in the header counts.
         with_page: serve the page.
         log_text: log the texts too.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from serving import FORM, JSON, Client, running, with_languages
 import mtrain
 from mtrain.run.run_dir import RunDir
 from mtrain.serve.languages import LanguageDetector
+from mtrain.serve.rate_limit import RateLimit
 from mtrain.serve.settings import ServerSettings
 
 TEXT = "ba ce di"
@@ -373,6 +375,19 @@ def test_a_client_over_its_rate_limit_gets_429_with_retry_after(
         assert answers[2].tree == {"error": "Slowdown: 2 per 1 minute"}
         assert 1 <= int(answers[2].headers["retry-after"]) <= 30
         assert client.get("/health").status == 200
+
+
+def test_clients_with_long_names_take_little_memory_in_the_rate_limit() -> None:
+    limit = RateLimit(1)
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            name = "a" * 60_000 + str(number)
+            assert limit.seconds_to_wait(name) == 0
+            assert limit.seconds_to_wait(name) > 0
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_paths_are_served_under_the_url_prefix(pair_models: list[mtrain.Model]) -> None:
