@@ -25,7 +25,7 @@ from mtrain.augmentation.options import AugmentOptions, Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import find_repeats, mono_rows, real_text
 from mtrain.config import config_file
-from mtrain.config.corpora import Corpus
+from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
@@ -48,7 +48,6 @@ PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines
 _DIGITS = 4  # decimal places of the log-probabilities that are written
 _EARLY = {"blank", "not-utf8", "repeated"}  # reasons of lines that are not translated
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
-_KEYS_OF_USE = {"weight", "tag", "until"}  # of a corpus; the others determine its pairs
 Tree = dict[str, Any]
 _Lost = tuple[int, str]  # a row, and the reason why its pair is dropped
 
@@ -276,7 +275,8 @@ def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tr
         "files": [str(path) for path in request.texts],  # in order
         "training_text": training_text,  # the rules that drop pairs depend on it
         "corpora": [
-            corpus.model_dump(mode="json", exclude=_KEYS_OF_USE) for corpus in [*real, *held_out]
+            corpus.model_dump(mode="json", exclude={*KEYS_OF_A_MIXTURE})
+            for corpus in [*real, *held_out]
         ],
         "max_tokens": config.data.max_tokens,
         "held_out": _checksums(path for corpus in held_out for path in paths_of(corpus)),

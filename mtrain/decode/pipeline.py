@@ -272,9 +272,7 @@ class LineTranslator:
 
     def _describe_length(self, parts: list[LinePart], best: Translation) -> str:
         """Format whether a translation is short or long, and the token counts of both sides."""
-        num_inner_eos = len(parts) - 1
-        num_src = sum(len(part.source.ids) for part in parts) - num_inner_eos
-        num_tgt = len(best.tokens) - num_inner_eos
+        num_src, num_tgt = (len(side) + 1 for side in _without_eos(parts, best))  # with one eos
         is_short = self.stats is not None and num_tgt < self.stats.most_ratio * num_src
         return (
             f"is very {'short' if is_short else 'long'}: {count(num_tgt, 'token')} for {num_src:,}"
@@ -358,9 +356,7 @@ class LineTranslator:
         self, src: str, parts: Sequence[LinePart], translation: Translation
     ) -> Translation:
         """Return the translation of a line with the flags of its likely problems."""
-        src_ids = [token for part in parts for token in part.source.ids[:-1]]
-        eos = translation.tokens[-1:]  # also between parts
-        tgt_pieces = [piece for piece in translation.tokens if piece not in eos]
+        src_ids, tgt_pieces = _without_eos(parts, translation)
         flags = find_flags(src, translation.text, src_ids, tgt_pieces, self.stats)
         of_parts = (flag for part in parts for flag in part.flags)
         all_flags = tuple(sorted({*of_parts, *translation.flags, *flags}))
@@ -452,6 +448,15 @@ class LineTranslator:
                 "translated whole. `mtrain translate --max-input-tokens` cuts such lines."
             )
             self.warnings.add("longer than those of the training", number, text)
+
+
+def _without_eos(
+    parts: Sequence[LinePart], translation: Translation
+) -> tuple[list[int], list[str]]:
+    """Return the source ids and target pieces of a line, without the eos of each part."""
+    src_ids = [token for part in parts for token in part.source.ids[:-1]]
+    eos = translation.tokens[-1:]
+    return src_ids, [piece for piece in translation.tokens if piece not in eos]
 
 
 def _listed(characters: Sequence[str]) -> str:

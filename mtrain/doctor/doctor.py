@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -227,19 +228,21 @@ class _RunChecker:
             texts = [line for line in prepare.read_valid(self.run).src if line.strip()]
         except UserError:
             texts = []
-        encoded = zip(texts, translator.tokenizer.encode_src(texts), strict=True)
+        tokenizer = translator.tokenizer
+        encoded = (ids for text in texts for ids in tokenizer.encode_src([text]))
         limit = self.run.config.data.max_tokens  # longer lines are translated in parts
-        valid_lines = [line for line, ids in encoded if len(ids) <= limit]
-        lines = valid_lines[:_NUM_LINES] or _synthetic_lines(translator.tokenizer)
-        sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]
+        valid = list(islice((ids for ids in encoded if len(ids) <= limit), _NUM_LINES))
+        found = valid or tokenizer.encode_src(_synthetic_lines(tokenizer))
+        sources = [EncodedSource(ids) for ids in found]
         batched = [best[0] for best in translator.search(sources)]
         single = [translator.search([source])[0][0] for source in sources]
         for number, (first, second) in enumerate(zip(batched, single, strict=True), start=1):
             if first.ids != second.ids and not abs(first.log_prob - second.log_prob) < _TIE:
-                raise RunError(f"line {number} of {len(lines)} differs alone and with the others.")
-        name = "validation line" if valid_lines else "made-up line"
+                of = len(sources)
+                raise RunError(f"line {number} of {of} differs alone and with the others.")
+        name = "validation line" if valid else "made-up line"
         by = "" if step is None else f" (by the checkpoint of step {step:,})"
-        yield f"{text_width.count(len(lines), name)}, the same alone and together{by}"
+        yield f"{text_width.count(len(sources), name)}, the same alone and together{by}"
 
     def _check_shortlist(self) -> Iterator[CheckResult | str]:
         if self.tokenizer is not None and self.run.shortlist_path.is_file():

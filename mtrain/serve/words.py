@@ -14,8 +14,7 @@ from mtrain.decode.formats import (
     texts_of,
     word_starts,
 )
-
-_DECODED = {"<unk>": " \u2047 "}  # pieces whose text is another, as SentencePiece decodes them
+from mtrain.tokenizer.sentencepiece import DECODED_UNKNOWN
 
 
 def cut_words(text: str) -> list[str]:
@@ -43,7 +42,8 @@ def _parts(tokens: Sequence[str]) -> Iterator[Translation]:
     first = 0
     for end, token in enumerate(tokens):
         if token == tokens[-1]:  # eos
-            pieces = [_DECODED.get(piece, piece) for piece in tokens[first:end]]
+            decoded = tokens[first:end]
+            pieces = [DECODED_UNKNOWN if piece == "<unk>" else piece for piece in decoded]
             numbered = enumerate(number_words(pieces), first)
             links = tuple(Link(number, word) for number, words in numbered for word in words)
             yield Translation("".join(texts_of(pieces)).lstrip(" "), alignment=links)

@@ -23,7 +23,7 @@ from mtrain.tokenizer.bpe_dropout import Merges
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 _TAG = re.compile("<tag:(.+)>")  # a control piece, which encoding text never yields
-_UNKNOWN = " \u2047 "  # as SentencePiece decodes the unknown piece
+DECODED_UNKNOWN = " \u2047 "  # as SentencePiece decodes the unknown piece
 _NUM_BATCHED = 16  # lines; with fewer, starting threads costs more than a call per line
 _NUM_BEST = 64  # segmentations to sample from; sampling from the full lattice breaks training
 
@@ -202,7 +202,7 @@ class Vocabulary:
     def decoded_pieces_of(self, ids: Sequence[int]) -> list[str]:
         """Return the pieces of ids, the unknown one as the text that `decode` writes for it."""
         pieces = zip(ids, self.pieces_of(ids), strict=True)
-        return [_UNKNOWN if index == self.unk else piece for index, piece in pieces]
+        return [DECODED_UNKNOWN if index == self.unk else piece for index, piece in pieces]
 
     def scores_of(self, ids: Sequence[int]) -> list[float]:
         """Return the scores of pieces: log-probabilities of unigram, the order of merges of BPE."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,14 +43,18 @@ class TrainingLogger:
     def __init__(self, log: RunLog, device: torch.device) -> None:
         self.log, self.device = log, device
 
+    def say_changes(self, changes: Mapping[str, Sequence[object]]) -> None:
+        """Say each changed key with both values, from `config_file.changes`."""
+        for key, (before, now) in changes.items():
+            self.log.say(f"changed  {key}: {before!r} before, {now!r} now")
+
     def log_changes(self, run: RunDir, config: Config, step: int) -> None:
         """Log how config and corpora differ from before, if it resumes at `step` > 0."""
         if not step:
             return
         changes = config_file.changes(run.config, config)
         changes.pop("run_dir", None)
-        for key, (before, now) in changes.items():
-            self.log.say(f"changed  {key}: {before!r} before, {now!r} now")
+        self.say_changes(changes)
         if changes:
             self.log.metrics({"step": step, "changed_config": changes})
         marks = prepare.read_marks(run)

@@ -468,8 +468,7 @@ class Trainer:
         """Save a changed `decoding`; name the other changed keys, which have no effect any more."""
         old = self.run_dir.config
         new = old.model_copy(update={"decoding": self.config.decoding})
-        for key, (before, now) in config_file.changes(old, new).items():
-            self.log.say(f"changed  {key}: {before!r} before, {now!r} now")
+        self.logger.say_changes(config_file.changes(old, new))
         if new != old:
             self.run_dir.save_config(new)
         ignored = config_file.changes(new, self.config).keys() - {"run_dir"}

@@ -215,12 +215,17 @@ def test_pymarian_gives_the_outputs_and_scores_of_the_model(
     assert compared.reference_diff < EXACT and compared.beam_diff < 10 * EXACT
 
 
+def tokenizer_of(ending: str) -> Tokenizer:
+    """Train a tokenizer on lines with this ending."""
+    lines = [line + ending for line in SRC_LINES]
+    config = TokenizerConfig(vocab_size=420)
+    return sentencepiece.train(config, zip(lines, lines, strict=True), len(lines), seed=1)
+
+
 @pytest.fixture(scope="module")
 def with_unicode_spaces() -> Tokenizer:
     """A tokenizer with pieces that have a no-break space and an ideographic one."""
-    lines = [f"{line}\N{NO-BREAK SPACE}! \N{IDEOGRAPHIC SPACE}x" for line in SRC_LINES]
-    config = TokenizerConfig(vocab_size=420)
-    return sentencepiece.train(config, zip(lines, lines, strict=True), len(lines), seed=1)
+    return tokenizer_of("\N{NO-BREAK SPACE}! \N{IDEOGRAPHIC SPACE}x")
 
 
 def test_pieces_with_unicode_spaces_are_read_from_the_output_of_marian(
@@ -276,9 +281,7 @@ def test_pymarian_translates_into_pieces_with_unicode_spaces(
 @pytest.fixture(scope="module")
 def with_odd_pieces() -> Tokenizer:
     """A tokenizer with pieces that have an emoji, DEL and NEL."""
-    lines = [f"{line} \N{GRINNING FACE}x\x7fx\x85x" for line in SRC_LINES]
-    config = TokenizerConfig(vocab_size=420)
-    return sentencepiece.train(config, zip(lines, lines, strict=True), len(lines), seed=1)
+    return tokenizer_of(" \N{GRINNING FACE}x\x7fx\x85x")
 
 
 def test_the_vocabularies_for_scoring_are_yaml_with_an_emoji_and_control_characters(
