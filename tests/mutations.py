@@ -361,11 +361,6 @@ MODEL = [
         'config.activation == "relu"',
     ),
     model(
-        "word dropout in translating too",
-        "if rate == 0 or not self.training:",
-        "if rate == 0:",
-    ),
-    model(
         "residual branches are initialised at full scale",
         "gain = self.config.branch_gain",
         "gain = 1.0",

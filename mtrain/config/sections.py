@@ -145,7 +145,6 @@ class ModelConfig(Section):
     dropout: float = Field(default=0.3, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     activation_dropout: float = Field(default=0.0, ge=0, lt=1)
-    word_dropout: float = Field(default=0.0, ge=0, lt=1)
     norm: Literal["post", "pre"] = "post"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     max_positions: Whole | None = Field(default=None, ge=2)

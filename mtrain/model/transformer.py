@@ -34,7 +34,7 @@ from mtrain.ops.beam_search import (
     num_slots_for,
     search_steps,
 )
-from mtrain.ops.dropout import Dropout, random_keep
+from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.ops.packed_weights import Ints, Precision
@@ -92,20 +92,9 @@ class Transformer(nn.Module):
         """Return the decoder's states [B, T, D]; `output` maps them to logits [B, T, V].
 
         Where a token keep-mask is False, the embedding is zero; the positional encoding is not.
-        `word_dropout` sets more of them to zero while training.
         """
-        src_token_keep_BS = self._drop_words(src_BS, src_token_keep_BS)
-        tgt_token_keep_BT = self._drop_words(tgt_in_BT, tgt_token_keep_BT)
         memory_BSD = self.encode(src_BS, src_keep_BS, src_token_keep_BS)
         return self.decode(tgt_in_BT, memory_BSD, src_keep_BS, tgt_token_keep_BT)
-
-    def _drop_words(self, ids_BT: Tensor, token_keep_BT: Tensor | None) -> Tensor | None:
-        """Return `token_keep_BT`; while training, a random share `word_dropout` of it is False."""
-        rate = self.config.word_dropout
-        if rate == 0 or not self.training:
-            return token_keep_BT
-        keep_BT = random_keep(ids_BT.shape, rate, ids_BT.device)
-        return keep_BT if token_keep_BT is None else keep_BT & token_keep_BT
 
     def encode(
         self, src_BS: Tensor, src_keep_BS: Tensor, token_keep_BS: Tensor | None = None

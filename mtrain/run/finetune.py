@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtrain.run.logger import RunLog
 
 # keys that the weights do not depend on
-FREE = {"dropout", "attention_dropout", "activation_dropout", "word_dropout", "sampling_alpha"}
+FREE = {"dropout", "attention_dropout", "activation_dropout", "sampling_alpha"}
 
 
 def complete_config(config: Config, name: str) -> Config:

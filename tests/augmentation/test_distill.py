@@ -52,11 +52,11 @@ def test_the_tiny_student_has_the_sizes_of_the_tiny_preset() -> None:
 def test_a_student_has_the_dropout_rates_of_its_config_and_other_keys_must_fit_the_teacher(
     tree: Tree, reverser: RunDir
 ) -> None:
-    tree["model"] = {"dropout": 0.45, "word_dropout": 0.2}
+    tree["model"] = {"dropout": 0.45, "activation_dropout": 0.2}
     request = reverser, "6-1", Path("pairs"), "student"
     model = student_config(mtrain.load_config(tree), *request).model
     teacher = reverser.config.model
-    free = {"dropout": 0.45, "word_dropout": 0.2}
+    free = {"dropout": 0.45, "activation_dropout": 0.2}
     assert model == student_model("6-1", teacher).model_copy(update=free)
     del tree["model"]["dropout"]
     assert student_config(mtrain.load_config(tree), *request).model.dropout == teacher.dropout

@@ -80,7 +80,6 @@ def test_a_minimal_config_has_exactly_the_listed_defaults(minimal: Path) -> None
         "dropout": 0.3,
         "attention_dropout": 0.0,
         "activation_dropout": 0.0,
-        "word_dropout": 0.0,
         "norm": "post",
         "positions": "sinusoidal",
         "max_positions": None,
@@ -163,8 +162,8 @@ def test_a_minimal_config_has_exactly_the_listed_defaults(minimal: Path) -> None
         ),
         (
             "model.zzz=1",
-            "`model.zzz` is not a key of the config; the nearest are `word_dropout`, "
-            "`tie_embeddings`, `positions`, and the config.yaml of every run has them all.",
+            "`model.zzz` is not a key of the config; the nearest are `tie_embeddings`, "
+            "`positions`, `num_heads`, and the config.yaml of every run has them all.",
         ),
         (
             "training.early_stopping=3",

@@ -1206,7 +1206,7 @@ def test_dropout_acts_on_both_embeddings_and_on_every_sublayer(norm):
     assert shapes.count(torch.Size((*data.tgt_in_BT.shape, D_MODEL))) == 1 + 3 * 2
 
 
-@pytest.mark.parametrize("name", [*DROPOUTS, "word_dropout"])
+@pytest.mark.parametrize("name", DROPOUTS)
 def test_dropout_is_random_in_training_mode_and_off_in_eval_mode(name):
     data = inputs()
     without = transformer(model_config())
@@ -1216,34 +1216,31 @@ def test_dropout_is_random_in_training_mode_and_off_in_eval_mode(name):
     assert not torch.equal(model(*data), model(*data))
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_word_dropout_sets_embeddings_of_both_sides_to_zero_and_keeps_the_rest(is_masked):
-    model = transformer(model_config(word_dropout=0.3)).train()
+def test_token_keep_masks_set_embeddings_of_both_sides_to_zero_and_keep_the_rest():
+    model = transformer(model_config())
     src_BS, tgt_BT = ids(80, 25, seed=1), ids(80, 30, seed=2)
     keeps = [torch.arange(ids_BT.shape[1]).expand_as(ids_BT) % 5 > 0 for ids_BT in (src_BS, tgt_BT)]
     sums: list[Tensor] = []
     model.dropout.register_forward_pre_hook(lambda _, args: sums.append(args[0]))
-    model(src_BS, all_kept(src_BS), tgt_BT, *(keeps if is_masked else ()))
+    model(src_BS, all_kept(src_BS), tgt_BT, *keeps)
     for x_BTD, ids_BT, table, positions, keep_BT in zip(
         sums,
         (src_BS, tgt_BT),
         (model.src_embedding, model.tgt_embedding),
         (model.src_positions, model.tgt_positions),
-        keeps if is_masked else map(all_kept, (src_BS, tgt_BT)),
+        keeps,
         strict=True,
     ):
         length = ids_BT.shape[1]
         encoding_TD = positions(torch.arange(length), length, x_BTD.dtype)
         whole_BTD = table(ids_BT) * D_MODEL**0.5 + encoding_TD
-        is_zero_BT = (x_BTD == encoding_TD).all(-1)
-        torch.testing.assert_close(x_BTD[~is_zero_BT], whole_BTD[~is_zero_BT])
-        assert is_zero_BT[~keep_BT].all()
-        assert 0.25 < float(is_zero_BT[keep_BT].double().mean()) < 0.35
+        torch.testing.assert_close(x_BTD[keep_BT], whole_BTD[keep_BT])
+        assert torch.equal((x_BTD == encoding_TD).all(-1), ~keep_BT)
 
 
-def test_dropout_of_attention_activations_and_words_is_off_by_default():
+def test_dropout_of_attention_and_activations_is_off_by_default():
     config = ModelConfig()
-    assert config.attention_dropout == config.activation_dropout == config.word_dropout == 0
+    assert config.attention_dropout == config.activation_dropout == 0
     model, data = transformer(model_config()), inputs()
     expected = model(*data)
     assert torch.equal(model.train()(*data), expected)

@@ -239,12 +239,12 @@ def test_resuming_with_sampled_segmentations_gives_the_uninterrupted_weights(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_resuming_with_a_consistency_loss_and_word_dropout_equals_uninterrupted_training(
+def test_resuming_with_a_consistency_loss_equals_uninterrupted_training(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, num_threads: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(gradients_module, "LEAST_TOKENS", 40)
-    simcut = ["training.consistency={weight: 3.0, cutoff: 0.05}", "model.word_dropout=0.1"]
+    simcut = ["training.consistency={weight: 3.0, cutoff: 0.05}"]
     whole = train(source, *simcut, run=str(tmp_path / "whole"))
     run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 8, *simcut)
     assert weights(run) == weights(whole)
