@@ -211,7 +211,7 @@ class ArgosModel(CTranslate2Model):
             folders = {f"XDG_{name}_HOME": home for name in ("DATA", "CONFIG", "CACHE")}
             folders |= {"HOME": home, "ARGOS_PACKAGES_DIR": f"{home}/packages"}
             completed = subprocess.run(
-                [sys.executable, "-m", "mtrain.exporters.argos", str(package)],
+                [sys.executable, "-P", "-m", "mtrain.exporters.argos", str(package)],
                 input=json.dumps(lines),
                 capture_output=True,
                 text=True,

@@ -150,6 +150,17 @@ def test_a_package_that_argos_translates_differently_or_not_at_all_is_not_writte
     assert not package.parent.exists()
 
 
+def test_a_file_in_the_current_folder_is_not_run_as_argos_translate(
+    tmp_path: Path, other_program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_program.write_text(f"{SPLITTER}translate = lambda line, *_: line\n")
+    (tmp_path / "random.py").write_text("raise SystemExit('random.py of the user')\n")
+    copy = copied(random_model(), "argos", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(copy, argos.ArgosModel)
+    assert copy.translate(["one"]) == [("one", ["one"])]
+
+
 def test_the_real_argos_translate_gives_the_same_text(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
