@@ -264,6 +264,8 @@ def _check_request(request: ExportRequest, config: Config) -> None:
 def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
     config, exporter = run.config, exporters()[request.library]
     _check_request(request, config)
+    wheel, *_ = importlib.metadata.packages_distributions()[exporter.PACKAGE]
+    version = importlib.metadata.version(wheel)
     translator = load(run, loading=LoadOptions("cpu"))
     held_out = _read_held_out(run, translator)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
@@ -292,7 +294,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             scored["use_vmap=True"] = ctranslate2.load(partial_dir, use_vmap=True)
         report = ExportReport(
             request.library,
-            importlib.metadata.version(exporter.PACKAGE),
+            version,
             request.quantization or f"float32{' and int8' * (exported.quantised is not None)}",
             sum(file.stat().st_size for file in partial_dir.rglob("*") if file.is_file()),
             sha256_if_readable(run.model_path),

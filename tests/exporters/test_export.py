@@ -732,6 +732,22 @@ def test_a_missing_library_gives_a_one_line_error(
         )
 
 
+def test_a_library_whose_wheel_has_another_name_is_exported_to(
+    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As onnxruntime-gpu, which is imported as onnxruntime."""
+    need("ctranslate2")
+    metadata = tmp_path / "ctranslate2_gpu-9.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: ctranslate2-gpu\nVersion: 9.0\n")
+    wheels = {"ctranslate2": ["ctranslate2-gpu"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: wheels)
+    monkeypatch.syspath_prepend(tmp_path)
+    export_request = ExportRequest("ctranslate2", num_lines=2, has_scores=False)
+    report = export.export(trained, tmp_path / "out", export_request, print)
+    assert report.version == "9.0"
+
+
 def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
     need("huggingface")
     arguments = ["--to", "huggingface", "--quantize", "int8"]

@@ -182,6 +182,10 @@ def test_quantization_is_refused_and_a_failing_pymarian_is_an_error_without_a_fo
     folder = tmp_path / "site" / "pymarian"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
+    metadata = folder.parent / "pymarian-9.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: pymarian\nVersion: 9.0\n")
+    metadata.with_name("top_level.txt").write_text("pymarian\n")
     (folder / "__main__.py").write_text("raise SystemExit('a line\\nError: no model')")
     monkeypatch.syspath_prepend(folder.parent)
     monkeypatch.setenv("PYTHONPATH", f"{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
