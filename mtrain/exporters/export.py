@@ -25,7 +25,7 @@ from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError, require_package
 from mtrain.evaluation import evaluation, metrics
 from mtrain.evaluation.evaluation import TestResult
-from mtrain.exporters import ctranslate2, model_card, onnx_page, parity
+from mtrain.exporters import ctranslate2, huggingface, model_card, onnx_page, parity
 from mtrain.exporters.ctranslate2 import CTranslate2Translator
 from mtrain.exporters.exporter import Archive, ExportedModel
 from mtrain.exporters.parity import LogProbSearcher, ParityReport
@@ -267,7 +267,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
     wheel, *_ = importlib.metadata.packages_distributions()[exporter.PACKAGE]
     version = importlib.metadata.version(wheel)
     translator = load(run, loading=LoadOptions("cpu"))
-    held_out = _read_held_out(run, translator)
+    held_out = _read_held_out(run, translator, request.library, say)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
     with _whole(directory, exporter.ARCHIVE) as partial_dir:
         say(f"{directory}: writing, then checking on {count(len(lines.src), 'line')}")
@@ -358,8 +358,10 @@ def _written(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
-def _read_held_out(run: RunDir, translator: Translator) -> ParallelLines:
-    """Return the validation pairs that are neither blank nor too long."""
+def _read_held_out(
+    run: RunDir, translator: Translator, library: Library, say: Say
+) -> ParallelLines:
+    """Return the validation pairs that are not blank, not too long, and read alike by `library`."""
     valid = prepare.read_valid(run)
     src_ids = translator.tokenizer.src.encode(valid.src)
     tgt_ids = translator.tokenizer.tgt.encode(valid.tgt)
@@ -370,6 +372,14 @@ def _read_held_out(run: RunDir, translator: Translator) -> ParallelLines:
         and valid.tgt[row].strip()
         and max(len(src), len(tgt)) < run.config.data.max_tokens
     ]
+    if library == "huggingface":
+        compared = [row for row in rows if not huggingface.has_language_code(valid.src[row])]
+        if num_others := len(rows) - len(compared):
+            say(
+                f"{count(num_others, 'line')} of validation text cannot be compared: transformers "
+                "reads `>>x<<` at the beginning as a language code"
+            )
+        rows = compared
     if not rows:
         raise RunError(f"{run.path}: must have validation text to check an export, but has none.")
     return ParallelLines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])

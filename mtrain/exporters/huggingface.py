@@ -182,6 +182,11 @@ def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory
     _write_json(settings, directory / "tokenizer_config.json")
 
 
+def has_language_code(line: str) -> bool:
+    """Tell whether transformers reads the beginning of a line as a language code, not as text."""
+    return line.startswith(">>") and "<<" in line
+
+
 def _write_json(tree: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

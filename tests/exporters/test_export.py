@@ -647,6 +647,27 @@ def test_different_outputs_of_beam_search_are_counted_by_cause(translator: Trans
     assert kinds(worse) == {"likelier in mtrain": 2, "end at a limit of length": 1}
 
 
+def test_outputs_are_scored_up_to_the_length_that_the_run_allows(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Longer(Mirror):
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
+            rows = zip(super().search(sources, beam, max_lengths), max_lengths, strict=True)
+            return [each._replace(ids=(each.ids * 99)[: limit + 9]) for each, limit in rows]
+
+    run = load(trained, loading=LoadOptions("cpu"))
+    held_out = export._read_held_out(trained, run, "ctranslate2", print)
+    decoded = []
+    monkeypatch.setattr("mtrain.evaluation.metrics.bleu", lambda texts, *_: decoded.append(texts))
+    export._bleu(trained, run, {"exported": Longer(run)}, 1, held_out, print)
+    sources = run.tokenizer.encode_src(held_out.src)
+    limits = [EncodedSource(ids).max_length(run.options.max_extra_tokens) for ids in sources]
+    lengths = [len(ids) for ids in run.tokenizer.tgt.encode(decoded[1])]
+    assert all(length <= limit for length, limit in zip(lengths, limits, strict=True))
+
+
 def test_a_different_greedy_output_of_equal_probability_counts_as_the_same(
     translator: Translator,
 ) -> None:
@@ -766,6 +787,22 @@ def test_a_run_without_usable_validation_text_is_refused(
     )
     with pytest.raises(RunError, match="must have validation text to check an export"):
         export.export(trained, tmp_path / "out", ExportRequest(library), lambda _: None)
+
+
+def test_validation_lines_that_transformers_reads_differently_are_not_compared(
+    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("huggingface")
+    lines = ParallelLines(["ba ce", ">>de<< ba", ">> no code", "ba >>de<<"], ["ba"] * 4)
+    monkeypatch.setattr("mtrain.data.prepare.read_valid", lambda _: lines)
+    said: list[str] = []
+    export_request = ExportRequest("huggingface", has_scores=False)
+    report = export.export(trained, tmp_path / "out", export_request, said.append)
+    assert report.parity.same_source == (3, 3)
+    assert said[0] == (
+        "1 line of validation text cannot be compared: transformers reads `>>x<<` at the "
+        "beginning as a language code"
+    )
 
 
 # mtrain translate --engine ctranslate2
@@ -1185,7 +1222,7 @@ def test_the_example_of_the_card_does_not_begin_with_a_dash_if_a_line_does_not(
     """A program on a command line would read it as an option."""
     for number, sources in enumerate((["-ba!", "ba ce di", "fo gu ha je"], ["-ba ce", "-ba!"])):
         lines = ParallelLines(sources, sources)
-        monkeypatch.setattr(export, "_read_held_out", lambda run, translator, lines=lines: lines)
+        monkeypatch.setattr(export, "_read_held_out", lambda *_, lines=lines: lines)
         directory, request = tmp_path / f"{number}", ExportRequest("ctranslate2", has_scores=False)
         export.export(run, directory, request, print)
         card = (directory / "README.md").read_text("utf-8")
