@@ -418,7 +418,8 @@ def _bleu(
     limits = [EncodedSource(ids).max_length(max_extra_tokens) for ids in sources]
     ids_of = {"mtrain": LogProbSearcher(translator, masks_special=False).search(sources, beam)}
     for name, model in exported.items():
-        ids_of[name] = [output.ids for output in model.search(sources, beam, limits)]
+        outputs = zip(model.search(sources, beam, limits), limits, strict=True)
+        ids_of[name] = [output.ids[:limit] for output, limit in outputs]
     return {
         f"{name}{', greedy' * (beam == 1)}": metrics.bleu(
             translator.tokenizer.tgt.decode(ids), lines.tgt, tgt_lang
