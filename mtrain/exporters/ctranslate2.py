@@ -257,7 +257,6 @@ class CTranslate2Model(SentencePieceSides):
         Raises:
             TimeoutError, CancelledError: if `limits` are reached; the current batch runs on.
         """
-        max_length = max(max_lengths, default=0) + 1
 
         def search_rows(rows: list[int]) -> list[list[ExportedHypothesis]]:
             translate = partial(
@@ -270,7 +269,7 @@ class CTranslate2Model(SentencePieceSides):
                 return_scores=True,
                 return_end_token=True,
                 max_input_length=0,
-                max_decoding_length=max_length,
+                max_decoding_length=max(max_lengths[row] for row in rows) + 1,
                 min_decoding_length=0,  # by default eos cannot come first
                 use_vmap=self._use_vmap,
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -871,6 +871,21 @@ def test_the_ctranslate2_engine_exports_once_and_again_after_the_weights_change(
         said.append("writing, then checking" in outcome.err)
     assert said == [True, False, True]
     assert not list(run.path.glob(".*.tmp"))
+
+
+def test_one_long_line_does_not_raise_the_length_limit_of_other_batches(tmp_path: Path) -> None:
+    need("ctranslate2")
+    copy: Any = copied(random_model(), "ctranslate2", tmp_path)
+    library, limits = copy._translator, []
+
+    class Recorder:
+        def translate_batch(self, tokens: list[list[str]], **options: Any) -> Any:
+            limits.append(options["max_decoding_length"])
+            return library.translate_batch(tokens, **options)
+
+    copy._translator = Recorder()
+    copy.search(copy.encode(["a"] * 32 + ["b " * 100]), 1, [3] * 32 + [200])
+    assert limits == [4, 201]
 
 
 @pytest.mark.parametrize(
