@@ -319,7 +319,7 @@ def check_options(config: Config, options: DecodingOptions) -> None:
             f"`num_best` must be 1 for `--engine ctranslate2`, but is {options.num_best} instead."
         )
     limit = longest(config, MIN_POSITIONS) - options.max_extra_tokens - 1
-    if options.max_input_tokens is not None and options.max_input_tokens > limit:
+    if options.max_input_tokens is None or options.max_input_tokens > limit:
         raise ConfigError(
             f"`--max-input-tokens` must be at most {limit} for `--engine ctranslate2`, but is "
             f"{options.max_input_tokens} instead."

@@ -43,6 +43,7 @@ from mtrain.config.corpora import HubCorpus, TsvCorpus
 from mtrain.config.sections import DecodingConfig, TokenizerConfig
 from mtrain.corpus.reader import FileMark
 from mtrain.data.prepare import ParallelLines
+from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.shortlist import Shortlist
 from mtrain.decode.translator import EncodedSource, Translator, load
@@ -1085,6 +1086,9 @@ def test_the_ctranslate2_engine_refuses_an_ensemble_and_unsupported_settings(
     assert outcome.err == ("mtrain: `--engine ctranslate2` must have one run, but has 2 instead.\n")
     outcome = cli("translate", run.path, *engine, "--max-input-tokens", "9999", stdin=b"ba\n")
     assert "`--max-input-tokens` must be at most 4090 for `--engine ctranslate2`" in outcome.err
+    options = replace(DecodingOptions.from_config(run.config), max_input_tokens=None)
+    with pytest.raises(ConfigError, match=r"`--max-input-tokens` must be at most 4090 .* None"):
+        ctranslate2.check_options(run.config, options)
     config = run.config_path.read_text("utf-8")
     run.config_path.write_text(config.replace("early_stop: false", "early_stop: true"))
     outcome = cli("translate", run.path, *engine, stdin=b"ba\n")
