@@ -13,6 +13,7 @@ from browsing import SIZES, copy_library, launched, served, watched_page
 from serving import with_languages
 from tasks import copy_task
 
+from mtrain.errors import RunError
 from mtrain.exporters import export, onnx_page
 from mtrain.exporters.export import ExportRequest
 from mtrain.exporters.onnx import OnnxModel
@@ -220,6 +221,17 @@ def test_the_page_names_no_other_host_and_its_security_policy_allows_none(direct
     for name in ("index.html", "page.js", "page.css", "page.json", "service-worker.js"):
         text = (directory / name).read_text("utf-8")
         assert "//" not in re.sub(r"(^|\s)// .*", "", text), name
+
+
+def test_an_export_with_the_library_of_its_page_is_whole(directory: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(directory, tmp_path / "page")
+    (folder / "library").mkdir(exist_ok=True)
+    for name in onnx_page.LIBRARY_FILES:
+        (folder / "library" / name).write_text("x")
+    assert len([*export.check_exports(RunDir(tmp_path))]) == 1
+    (folder / "library" / "other.js").write_text("x")
+    with pytest.raises(RunError, match=r"library/other\.js was added"):
+        list(export.check_exports(RunDir(tmp_path)))
 
 
 def test_another_model_gives_another_version_of_the_page(directory: Path) -> None:
