@@ -30,7 +30,7 @@ from mtrain.exporters.ctranslate2 import CTranslate2Translator
 from mtrain.exporters.exporter import Archive, ExportedModel
 from mtrain.exporters.parity import LogProbSearcher, ParityReport
 from mtrain.exporters.registry import Library, Quantization, exporters
-from mtrain.io.atomic import sha256_if_readable, whole_dir, whole_file, write_lines
+from mtrain.io.atomic import sha256_if_readable, sweep, whole_dir, whole_file, write_lines
 from mtrain.io.table import format_table
 from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
@@ -105,7 +105,10 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
     ctranslate2.check_options(run.config, options)
     _require_library("ctranslate2")
     directory = run.path / "ctranslate2"
-    with run.exporting() if os.access(run.path, os.W_OK) else nullcontext():
+    is_writable = os.access(run.path, os.W_OK)
+    with run.exporting() if is_writable else nullcontext():
+        if is_writable:
+            sweep(directory)
         stored = _read_report(directory)
         if (
             stored is None

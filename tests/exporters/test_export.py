@@ -1022,6 +1022,16 @@ def test_an_export_in_a_read_only_folder_is_used(
     assert not list(run.path.glob(".*"))
 
 
+def test_the_ctranslate2_engine_deletes_what_a_killed_export_left(
+    cli: Cli, run: RunDir, exported_once: Path
+) -> None:
+    shutil.copytree(exported_once, run.path / "ctranslate2")
+    (run.path / ".ctranslate2.0123abcd.tmp").mkdir()
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba ce di\n")
+    assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
+    assert not list(run.path.glob(".*.tmp"))
+
+
 def test_the_ctranslate2_engine_says_that_it_needs_the_validation_text(
     cli: Cli, run: RunDir
 ) -> None:
