@@ -295,16 +295,19 @@ load = MarianModel  # the `load` of the `Exporter` protocol
 @contextmanager
 def _quiet() -> Iterator[Any]:
     """Yield transformers, without its progress bars and warnings."""
-    logging.disable(logging.WARNING)
+    disabled_level = logging.root.manager.disable
+    logging.disable(max(disabled_level, logging.WARNING))
     try:
         with warnings.catch_warnings(action="ignore"):
             import transformers
-            from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+            from transformers.utils import logging as transformers_logging
 
-            disable_progress_bar()
+            has_bars = transformers_logging.is_progress_bar_enabled()
+            transformers_logging.disable_progress_bar()
             try:
                 yield transformers
             finally:
-                enable_progress_bar()
+                if has_bars:
+                    transformers_logging.enable_progress_bar()
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled_level)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -981,15 +982,31 @@ def exported_once(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_progress_bars_of_transformers_are_restored_after_an_error() -> None:
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.CRITICAL])
+@pytest.mark.parametrize("has_bars", [False, True])
+def test_logging_and_progress_bars_of_transformers_are_restored_after_an_error(
+    level: int, has_bars: bool
+) -> None:
     need("huggingface")
-    from transformers.utils.logging import is_progress_bar_enabled
+    from transformers.utils.logging import (
+        disable_progress_bar,
+        enable_progress_bar,
+        is_progress_bar_enabled,
+    )
 
-    assert is_progress_bar_enabled()
-    with contextlib.suppress(ZeroDivisionError), huggingface._quiet():
-        assert not is_progress_bar_enabled()
-        raise ZeroDivisionError
-    assert is_progress_bar_enabled()
+    try:
+        if not has_bars:
+            disable_progress_bar()
+        logging.disable(level)
+        with contextlib.suppress(ZeroDivisionError), huggingface._quiet():
+            assert not is_progress_bar_enabled()
+            assert logging.root.manager.disable == max(level, logging.WARNING)
+            raise ZeroDivisionError
+        assert logging.root.manager.disable == level
+        assert is_progress_bar_enabled() == has_bars
+    finally:
+        logging.disable(logging.NOTSET)
+        enable_progress_bar()
 
 
 def test_only_one_of_several_concurrent_processes_exports_a_run(run: RunDir) -> None:
