@@ -229,6 +229,9 @@ class MaskedEnsemble(Ensemble):
         """Return the logits [N, V] of the token that follows `ids_N`, and advance `state`."""
         return self._mask(super().step(ids_N, state)[:])
 
+    def search_steps(self, *_: object) -> None:
+        """Return None: the compiled search ranks the logits without the mask."""
+
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor, tgt_out_BT: Tensor) -> Tensor:
         """Return the log-probability [B, T] of each token of given targets, in float64."""
         log_probs_BTV = self._mask(self.all_log_probs(sources, tgt_in_BT)).log_softmax(-1)

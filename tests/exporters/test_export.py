@@ -709,6 +709,17 @@ def test_a_different_greedy_output_of_equal_probability_counts_as_the_same(
     assert kinds == {"as likely": 3 - compared.same_beam.num_same}
 
 
+def test_a_search_with_masked_tokens_has_the_scores_of_the_masked_model() -> None:
+    translator = tempted_model()
+    translator.model.pack_weights()
+    searcher = parity.LogProbSearcher(translator, masks_special=True)
+    searcher.translator.options = replace(searcher.translator.options, beam=2, with_scores=True)
+    sources = translator.tokenizer.encode_src(LINES.src)
+    best = [best[0] for best in searcher.translator.search([*map(EncodedSource, sources)])]
+    scores = searcher.score(sources, [hypothesis.ids for hypothesis in best])
+    assert [each.log_prob for each in best] == pytest.approx([*map(sum, scores)], abs=0.01)
+
+
 # The command
 
 
