@@ -205,7 +205,7 @@ class ArgosModel(CTranslate2Model):
         Raises:
             RunError: if Argos Translate cannot install the package or translate with it.
         """
-        with TemporaryDirectory() as home:
+        with TemporaryDirectory(dir=self._directory.parent) as home:
             package = Path(home) / "package.argosmodel"
             pack(self._directory, package)
             folders = {f"XDG_{name}_HOME": home for name in ("DATA", "CONFIG", "CACHE")}

@@ -331,9 +331,14 @@ def _whole(path: Path, archive: Archive | None) -> Iterator[Path]:
         with whole_dir(path, _REPORT_FILE) as folder:
             yield folder
     else:
-        with whole_file(path) as file, TemporaryDirectory() as directory:
-            yield Path(directory)
-            archive.pack(Path(directory), file)
+        with (
+            whole_file(path) as file,
+            TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory,
+        ):
+            folder = Path(directory, "package")
+            folder.mkdir()
+            yield folder
+            archive.pack(folder, file)
 
 
 def _require_library(library: Library) -> None:

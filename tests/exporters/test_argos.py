@@ -247,6 +247,16 @@ def test_a_package_has_the_outputs_and_scores_of_the_model(tmp_path: Path) -> No
     check_exact(random_model(norm="pre", positions="learned", max_positions=96), "argos", tmp_path)
 
 
+def test_a_package_needs_no_space_in_the_folder_of_temporary_files(
+    trained: RunDir, tmp_path: Path, other_program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_program.write_text(f"{SPLITTER}translate = lambda line, *_: line\n")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    package = tmp_path / "new" / "aa_bb.argosmodel"
+    export.export(trained, package, ExportRequest("argos", None, 2, None, False), print)
+    assert list(package.parent.iterdir()) == [package]
+
+
 def test_two_vocabularies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         copied(random_model(shared=False, tie_embeddings="none"), "argos", tmp_path)
