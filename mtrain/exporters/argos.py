@@ -43,7 +43,8 @@ Install the package, which needs no network:
 
 ```sh
 pip install argostranslate
-python -c 'import argostranslate.package as p; p.install_from_path("{name}")'
+python -c 'import sys, argostranslate.package as p; p.install_from_path(sys.argv[1])' \\
+  {name_in_shell}
 argos-translate --from-lang {src} --to-lang {tgt} {line_in_shell}
 ```
 

@@ -81,10 +81,12 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
             nothing is written.
     """
     archive = exporters()[request.library].ARCHIVE
-    if archive is not None and directory.suffix != archive.suffix:
+    if archive is not None and not (
+        directory.suffix == archive.suffix and directory.name.isprintable()
+    ):
         raise ConfigError(
-            f"`DIR` must be a file name that ends in {archive.suffix} with `--to "
-            f"{request.library}`, but is {directory} instead."
+            f"`DIR` must be a file name of printable characters that ends in {archive.suffix} with "
+            f"`--to {request.library}`, but is {directory} instead."
         )
     if os.path.lexists(directory):  # also a symbolic link to nothing
         kind = "folder" if archive is None else "file"

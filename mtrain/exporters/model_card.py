@@ -106,6 +106,7 @@ def readme(
         tree["model-index"] = [{"name": name, "results": _model_index(config, results)}]
     fields = {
         "name": export_name,
+        "name_in_shell": shlex.quote(export_name),
         "src": src.lower(),
         "tgt": tgt.lower(),
         "line": example,

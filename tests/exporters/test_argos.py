@@ -46,10 +46,10 @@ def read_json(package: Path, name: str) -> Any:
 def test_a_package_has_the_files_and_the_metadata_that_argos_translate_reads(
     cli: Cli, trained: RunDir, tmp_path: Path, without_argos: None
 ) -> None:
-    package = tmp_path / "new" / "aa_bb.argosmodel"
+    package = tmp_path / "new" / "it's aa_bb.argosmodel"
     outcome = cli("export", trained.path, package, "--to", "argos", "--check-lines", "5")
     assert outcome.code == 0, outcome.err
-    assert [path.name for path in package.parent.iterdir()] == ["aa_bb.argosmodel"]
+    assert list(package.parent.iterdir()) == [package]
     with zipfile.ZipFile(package) as archive:
         files = {name for name in archive.namelist() if not name.endswith("/")}
         page = archive.read(f"{TOP}/README.md").decode()
@@ -70,7 +70,9 @@ def test_a_package_has_the_files_and_the_metadata_that_argos_translate_reads(
     assert (metadata["from_code"], metadata["from_name"]) == ("aa", "Afar")
     assert (metadata["to_code"], metadata["to_name"]) == ("bb", "bb")
     assert read_json(package, "model/config.json")["add_source_eos"] is True
-    assert 'p.install_from_path("aa_bb.argosmodel")' in page
+    command = page.split("pip install argostranslate\n")[1].split("\nargos-translate")[0]
+    echo = subprocess.check_output(["sh", "-c", f"echo {command}"], text=True)
+    assert echo.endswith(" it's aa_bb.argosmodel\n")
     assert "\nlibretranslate --load-only aa,bb\n" in page
     assert "\n".join(outcome.lines) in page
     report = read_json(package, "export.json")
@@ -271,9 +273,11 @@ def test_a_package_needs_the_argosmodel_suffix_and_replaces_no_file(
 ) -> None:
     outcome = cli("export", trained.path, tmp_path / "new", "--to", "argos")
     assert outcome.err == (
-        "mtrain: `DIR` must be a file name that ends in .argosmodel with `--to argos`, but is "
-        f"{tmp_path / 'new'} instead.\n"
+        "mtrain: `DIR` must be a file name of printable characters that ends in .argosmodel with "
+        f"`--to argos`, but is {tmp_path / 'new'} instead.\n"
     )
+    outcome = cli("export", trained.path, tmp_path / "a\udcff.argosmodel", "--to", "argos")
+    assert "printable characters" in outcome.err and outcome.code == 2
     package = tmp_path / "mine.argosmodel"
     package.write_text("x")
     outcome = cli("export", trained.path, package, "--to", "argos")
