@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 _OF_CTRANSLATE2 = {
-    *("paths", "output", "beam", "length_alpha", "max_input_tokens", "on_long", "engine")
+    *("paths", "output", "beam", "length_alpha", "no_repeat_ngram", "max_input_tokens"),
+    *("on_long", "engine"),
 }
 
 
@@ -158,7 +159,8 @@ def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
     refuse_ranks("mtrain translate --engine ctranslate2")
     for key in context.params:
         is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
-        is_default = context.params[key] in ("none", "auto", "cpu")
+        value = context.params[key]
+        is_default = value is False or value in ("none", "auto", "cpu")
         if is_given and not is_default and key not in _OF_CTRANSLATE2:
             options.refuse("--engine ctranslate2", {key: True})
     if len(runs) > 1:

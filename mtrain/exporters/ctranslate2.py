@@ -308,7 +308,7 @@ def load(directory: Path, use_vmap: bool = False) -> CTranslate2Model:
 
 def check_options(config: Config, options: DecodingOptions) -> None:
     """Raise ConfigError if CTranslate2 does not support an option."""
-    of_config = ("decoding.no_repeat_ngram", "decoding.early_stop", "decoding.mbr")
+    of_config = ("decoding.early_stop", "decoding.mbr")
     for key in (*of_config, "sampling", "with_alignment", "rerank_weight", "shortlist"):
         if value := getattr(options, key.removeprefix("decoding.")):
             raise ConfigError(

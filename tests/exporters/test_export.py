@@ -1097,7 +1097,6 @@ def test_the_ctranslate2_engine_does_not_replace_a_folder_that_is_not_an_export(
         ["--format", "tsv"],
         ["--alignments", "links"],
         ["--prefix", "prefixes"],
-        ["--no-repeat-ngram", "3"],
         ["--sample"],
         ["--checkpoint", "5"],
         ["--batch-tokens", "100"],
@@ -1116,6 +1115,20 @@ def test_options_that_the_ctranslate2_engine_does_not_support_are_refused(
     )
 
 
+def test_the_ctranslate2_engine_repeats_no_ngram_that_the_options_forbid(
+    cli: Cli, run: RunDir
+) -> None:
+    config = run.config_path.read_text("utf-8")
+    run.config_path.write_text(config.replace("no_repeat_ngram: 0", "no_repeat_ngram: 3"))
+    text, arguments = b"ba ba ba ba ba ba\n", ("translate", run.path, "--beam", "1")
+    for options in ([], ["--no-repeat-ngram", "1"], ["--no-repeat-ngram", "0"]):
+        ours = cli(*arguments, *options, stdin=text)
+        other = cli(*arguments, "--engine", "ctranslate2", *options, stdin=text)
+        assert (ours.code, other.code) == (0, 0), other.err
+        assert other.lines == ours.lines
+        assert (other.lines == [text.decode().strip()]) == ("0" in options)
+
+
 def test_the_ctranslate2_engine_refuses_an_ensemble_and_unsupported_settings(
     cli: Cli, run: RunDir
 ) -> None:
@@ -1129,6 +1142,7 @@ def test_the_ctranslate2_engine_refuses_an_ensemble_and_unsupported_settings(
         ctranslate2.check_options(run.config, options)
     config = run.config_path.read_text("utf-8")
     run.config_path.write_text(config.replace("early_stop: false", "early_stop: true"))
+    assert cli("translate", run.path, *engine, "--exact-stop", stdin=b"ba\n").code == 0
     outcome = cli("translate", run.path, *engine, stdin=b"ba\n")
     assert outcome.err == (
         "mtrain: `decoding.early_stop` must be off for `--engine ctranslate2`, but is True "
