@@ -157,24 +157,24 @@ def _verified_archive(path: Path) -> _StoredReport:
     """Unpack an archive, and compare every file in it with its checksum.
 
     Raises:
-        RunError: if it cannot be unpacked, or if a file is missing, was added, or differs.
+        RunError: if it cannot be unpacked, is no export of mtrain, or if a file is missing, was
+            added, or differs.
     """
     with TemporaryDirectory() as directory:
         try:
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(directory)
-            (folder,) = Path(directory).iterdir()
         except Exception as error:  # zipfile has many types for damaged data, some without a text
             why = str(error) or "its data is cut off"
             raise _damaged(path, f"it cannot be unpacked: {why}") from None
-        stored = _read_report(folder)
-        if stored is None:
-            raise _damaged(path, f"{_REPORT_FILE} is missing")
+        folders = list(Path(directory).iterdir())
         try:
-            _verify(folder, stored)
+            if len(folders) == 1 and (stored := _read_report(folders[0])) is not None:
+                _verify(folders[0], stored)
+                return stored
         except RunError as error:
-            raise RunError(str(error).replace(str(folder), str(path))) from None
-    return stored
+            raise RunError(str(error).replace(str(folders[0]), str(path))) from None
+    raise RunError(f"{path}: is not an export of mtrain; move it out of the run folder.")
 
 
 class _StoredReport(BaseModel):

@@ -301,9 +301,18 @@ def test_a_package_in_a_run_folder_is_checked(tmp_path: Path, trained: RunDir) -
     package.write_bytes(b"no archive")
     with pytest.raises(RunError, match="it cannot be unpacked: File is not a zip file"):
         list(export.check_exports(run))
+    for names in (["README.md"], ["a/export.json", "b/export.json"], [f"{TOP}/README.md"], []):
+        with zipfile.ZipFile(package, "w") as archive:
+            for name in names:
+                archive.writestr(name, "x")
+        with pytest.raises(RunError) as error:
+            list(export.check_exports(run))
+        assert str(error.value) == (
+            f"{package}: is not an export of mtrain; move it out of the run folder."
+        )
     with zipfile.ZipFile(package, "w") as archive:
-        archive.writestr(f"{TOP}/README.md", "x")
-    with pytest.raises(RunError, match=r"export\.json is missing"):
+        archive.writestr(f"{TOP}/export.json", "x")
+    with pytest.raises(RunError, match=f"^{package}: .* damaged: export.json cannot be read"):
         list(export.check_exports(run))
 
 
@@ -312,9 +321,10 @@ def test_an_archive_with_any_damaged_byte_gives_an_error(tmp_path: Path) -> None
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(f"{TOP}/README.md", "one two three " * 9)
     whole = package.read_bytes()
+    why = r"aa_bb\.argosmodel: (must be whole, but is damaged: \w|is not an export of mtrain;)"
     for place in range(len(whole)):
         package.write_bytes(whole[:place] + bytes([whole[place] ^ 0x81]) + whole[place + 1 :])
-        with pytest.raises(RunError, match=r"aa_bb\.argosmodel: must be whole, but is damaged: \w"):
+        with pytest.raises(RunError, match=why):
             list(export.check_exports(RunDir(tmp_path)))
 
 
