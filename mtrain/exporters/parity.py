@@ -56,7 +56,7 @@ class ParityReport:
         if self.own_call is not None and self.own_call.same is not None:
             compared.append((f"the text of {self.own_call.program}", self.own_call.same))
         problems = [
-            f"{name} must be the same on all lines, but is on {same}"
+            f"{name} must be the same on all lines, but only {same} lines agree"
             for name, same in compared
             if same.num_same < same.num_lines
         ]

@@ -136,7 +136,7 @@ SPLITTER += "    def split_sentences(self, line): return [line]\n"
     [
         (
             "translate = lambda *_: 'another text'",
-            "the text of argostranslate 9.0 must be the same on all lines, but is on 0 of 5",
+            "argostranslate 9.0 must be the same on all lines, but only 0 of 5 lines agree",
         ),
         ("raise ValueError('no model')", "argostranslate cannot translate with the package: Value"),
     ],

@@ -618,7 +618,7 @@ def test_each_kind_of_difference_between_model_and_export_is_reported(
             return [[float("nan")] * len(row) for row in super().score(sources, targets)]
 
     assert problems_of(translator, OtherPieces(translator)) == (
-        "the source tokens must be the same on all lines, but is on 0 of 3"
+        "the source tokens must be the same on all lines, but only 0 of 3 lines agree"
     )
     assert "the text of an output" in problems_of(writer, OtherText(writer))
     assert "greedy output must be the same on all lines" in problems_of(
