@@ -768,7 +768,7 @@ def export(
     request = ExportRequest(
         to, quantize, check_lines, license, has_page=page, has_shortlist=shortlist
     )
-    return export(_run_dir(run), Path(directory), request, _log_warning)
+    return export(_run_dir(run), Path(directory), request, PythonLog().say)
 
 
 def plot(

@@ -731,8 +731,8 @@ def test_the_export_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path
     assert re.fullmatch(r"library +ctranslate2 [\d.]+", outcome.lines[0])
     assert outcome.lines[2].endswith("5 of 5")
     assert outcome.err.splitlines() == [
-        f"mtrain: {directory}: writing, then checking on 5 lines",
-        "mtrain: translating 40 lines of test sets for the model card",
+        f"{directory}: writing, then checking on 5 lines",
+        "translating 40 lines of test sets for the model card",
     ]
     assert [path.name for path in directory.parent.iterdir()] == ["out"]
 
