@@ -31,7 +31,6 @@ from mtrain.exporters.exporter import (
     Archive,
     ExportedHypothesis,
     Ids,
-    OwnCall,
     Requirement,
     SentencePieceSides,
     ids_of_pieces,
@@ -223,7 +222,6 @@ def _wait(future: Future[T], limits: SearchLimits) -> T:
 class CTranslate2Model(SentencePieceSides):
     """An exported model, loaded by CTranslate2 on the CPU, with its SentencePiece models."""
 
-    quantised = None
     masks_special = True  # by the bias of the output projection
 
     def __init__(
@@ -292,10 +290,6 @@ class CTranslate2Model(SentencePieceSides):
             self._tokens(sources), tgt_tokens, max_batch_size=BATCH_SIZE, max_input_length=0
         )
         return [list(result.log_probs) for result in results]
-
-    def own_call(self, lines: Sequence[str]) -> OwnCall | None:
-        """Return None: CTranslate2 translates tokens, not text."""
-        return None
 
     def _tokens(self, sources: Ids) -> list[list[str]]:
         return [self.src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos

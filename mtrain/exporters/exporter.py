@@ -67,13 +67,8 @@ class OwnCall:
 class ExportedModel(Protocol):
     """A model and its tokenizer as another library runs them."""
 
-    @property
-    def masks_special(self) -> bool:
-        """Whether <pad>, <s> and tags have zero probability, in scores too."""
-
-    @property
-    def quantised(self) -> ExportedModel | None:
-        """The variant with weights of fewer bits, if the export contains one too."""
+    masks_special: bool  # whether <pad>, <s> and tags have zero probability, in scores too
+    quantised: ExportedModel | None = None  # the variant of fewer bits, if the export has one too
 
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
@@ -92,7 +87,8 @@ class ExportedModel(Protocol):
         """Return the log-probability of each token of a given target, and of its eos."""
 
     def own_call(self, lines: Sequence[str]) -> OwnCall | None:
-        """Compare the library's text-to-text call with `search`; None if nothing is compared."""
+        """Compare the library's text-to-text call with `search`; None if it has none."""
+        return None
 
 
 def in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
@@ -140,7 +136,7 @@ class SpecialIds(NamedTuple):
     eos: int
 
 
-class SentencePieceSides:
+class SentencePieceSides(ExportedModel):
     """The SentencePiece models of an exported folder, for a library that takes pieces."""
 
     def __init__(self, src_path: Path, tgt_path: Path) -> None:

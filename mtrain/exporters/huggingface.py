@@ -23,6 +23,7 @@ from mtrain.exporters.exporter import (
     LAYER_WEIGHT,
     Archive,
     ExportedHypothesis,
+    ExportedModel,
     Ids,
     Requirement,
     SpecialIds,
@@ -212,10 +213,9 @@ def _weights(model: Transformer) -> dict[str, Tensor]:
     return {name: weight.contiguous() for name, weight in renamed.items()}
 
 
-class MarianModel:
+class MarianModel(ExportedModel):
     """An exported folder, loaded by transformers on the CPU."""
 
-    quantised = None
     masks_special = False  # `generate` suppresses <pad>, <s> and tags; the model's scores do not
 
     def __init__(self, directory: Path) -> None:
@@ -284,9 +284,6 @@ class MarianModel:
             return logits_BTV
 
         return score_by_logits(sources, targets, self._special, logits_of)
-
-    def own_call(self, lines: Sequence[str]) -> None:
-        """Return None: `encode`, `search` and `decode` are the library's own calls."""
 
 
 load = MarianModel  # the `load` of the `Exporter` protocol

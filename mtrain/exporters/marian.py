@@ -219,7 +219,6 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
 class MarianProgram(SentencePieceSides):
     """An exported folder, run by Marian on the CPU; each call starts a process."""
 
-    quantised = None
     masks_special = True  # by the bias of the output projection
 
     def __init__(self, directory: Path) -> None:

@@ -28,6 +28,7 @@ from mtrain.exporters import onnx_graphs, parity
 from mtrain.exporters.exporter import (
     Archive,
     ExportedHypothesis,
+    ExportedModel,
     Ids,
     OwnCall,
     Requirement,
@@ -147,7 +148,7 @@ def write(
         (directory / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-class OnnxModel:
+class OnnxModel(ExportedModel):
     """An exported folder, loaded by ONNX Runtime on the CPU."""
 
     masks_special = False  # `search` never chooses <pad>, <s> or a tag; scores include them
