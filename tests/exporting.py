@@ -31,9 +31,9 @@ ODD = [
 
 
 def need(library: Library) -> None:
-    package = EXPORTERS[library].PACKAGE
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    for package in (EXPORTERS[library].PACKAGE, *EXPORTERS[library].OTHER_PACKAGES):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
 
 
 def settings(**data: object) -> Config:

@@ -27,7 +27,7 @@ from mtrain.io.text_width import count
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-OTHER_PACKAGES: tuple[str, ...] = ()
+OTHER_PACKAGES: tuple[str, ...] = ("onnx",)
 PACKAGE, TITLE, TAG = "ctranslate2", "Argos Translate and LibreTranslate", "argos-translate"
 REQUIREMENTS: tuple[Requirement, ...] = (
     *ctranslate2.REQUIREMENTS,

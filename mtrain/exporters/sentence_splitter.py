@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 _NUM_LABELS, _END = 5, 2  # MiniSBD's labels of a character; here 0, or 2 at a sentence's end
 _CHARACTERS = {  # of each class but letters, which depend on the language
@@ -39,11 +38,12 @@ _WEIGHTS = {
     (2, "opener"): 10,
 }
 _NEEDED = 24
-_INT64, _FLOAT = 7, 1  # numbers of the ONNX format: types of tensors, of attributes
 
 
 def splitter(characters: Iterable[str], language: str) -> bytes:
     """Return the ONNX file of a splitter; other letters than those in `characters` are unknown."""
+    from onnx import TensorProto, helper, numpy_helper
+
     classes = {char: name for name, chars in _CHARACTERS.items() for char in chars}
     for char in characters:
         if char.isalpha():
@@ -59,69 +59,28 @@ def splitter(characters: Iterable[str], language: str) -> bytes:
     vocabulary |= {"lang_replaces_spaces": False, "idx": 0, "cutoff": 0}
     # MiniSBD passes features of each character; the graph must have that input, but ignores it
     settings = {"feat_funcs": ["numeric"], "batch_size": 16}
-    metadata = {"lang_code": language, "config": settings, "vocab": vocabulary}
-    pads = [-_OFFSETS[0], _OFFSETS[-1]]
-    swap = [_ints("perm", [0, 2, 1])]
+    metadata = {
+        "lang_code": language,
+        "config": json.dumps(settings),
+        "vocab": json.dumps(vocabulary),
+    }
     nodes = [
-        _node("Gather", ["one_hot", "units"], "classes"),
-        _node("Transpose", ["classes"], "channels", swap),
-        _node("Conv", ["channels", "kernel", "bias"], "scores", [_ints("pads", pads)]),
-        _node("Transpose", ["scores"], "labels", swap),
+        helper.make_node("Gather", ["one_hot", "units"], ["classes"]),
+        helper.make_node("Transpose", ["classes"], ["channels"], perm=[0, 2, 1]),
+        helper.make_node(
+            "Conv", ["channels", "kernel", "bias"], ["scores"], pads=[-_OFFSETS[0], _OFFSETS[-1]]
+        ),
+        helper.make_node("Transpose", ["scores"], ["labels"], perm=[0, 2, 1]),
     ]
     tensors = {"one_hot": np.eye(len(_CLASSES), dtype=np.float32), "kernel": kernel, "bias": bias}
-    graph = [_message(1, node) for node in nodes]
-    graph.append(_message(2, b"splitter"))
-    graph += [_message(5, _tensor(name, values)) for name, values in tensors.items()]
-    graph.append(_message(11, _value("units", _INT64, ["batch", "length"])))
-    graph.append(_message(11, _value("features", _FLOAT, ["batch", "length", "features"])))
-    graph.append(_message(12, _value("labels", _FLOAT, ["batch", "length", "labels"])))
-    model = [_number(1, 8), _message(2, b"mtrain"), _message(7, b"".join(graph))]
-    model.append(_message(8, _number(2, 13)))  # the version of the operators
-    for key, value in metadata.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        model.append(_message(14, _message(1, key.encode()) + _message(2, text.encode())))
-    return b"".join(model)
-
-
-# Protocol Buffers, as far as a graph needs them
-
-
-def _varint(number: int) -> bytes:
-    parts = []
-    while number > 127:
-        parts.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*parts, number])
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _message(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
-def _ints(name: str, values: list[int]) -> bytes:
-    """Return an attribute of integers."""
-    numbers = b"".join(_number(8, value) for value in values)
-    return _message(1, name.encode()) + numbers + _number(20, 7)
-
-
-def _node(kind: str, inputs: list[str], output: str, attributes: Iterable[bytes] = ()) -> bytes:
-    content = [_message(1, name.encode()) for name in inputs]
-    content += [_message(2, output.encode()), _message(4, kind.encode())]
-    return b"".join([*content, *(_message(5, attribute) for attribute in attributes)])
-
-
-def _tensor(name: str, values: npt.NDArray[np.float32]) -> bytes:
-    sizes = b"".join(_number(1, size) for size in values.shape)
-    data = _message(9, values.astype("<f4").tobytes())
-    return sizes + _number(2, _FLOAT) + _message(8, name.encode()) + data
-
-
-def _value(name: str, kind: int, sizes: list[str]) -> bytes:
-    """Return the name and type of an input or output."""
-    shape = b"".join(_message(1, _message(2, size.encode())) for size in sizes)
-    tensor_type = _number(1, kind) + _message(2, shape)
-    return _message(1, name.encode()) + _message(2, _message(1, tensor_type))
+    number, real, axes = TensorProto.INT64, TensorProto.FLOAT, ["batch", "length"]
+    units = helper.make_tensor_value_info("units", number, axes)
+    features = helper.make_tensor_value_info("features", real, [*axes, "features"])
+    labels = helper.make_tensor_value_info("labels", real, [*axes, "labels"])
+    weights = [numpy_helper.from_array(values, name) for name, values in tensors.items()]
+    graph = helper.make_graph(nodes, "splitter", [units, features], [labels], weights)
+    operators = [helper.make_opsetid("", 13)]
+    model = helper.make_model(graph, producer_name="mtrain", ir_version=8, opset_imports=operators)
+    helper.set_model_props(model, metadata)
+    content: bytes = model.SerializeToString()
+    return content

@@ -94,6 +94,18 @@ def test_the_code_of_a_language_with_a_slash_is_refused(tmp_path: Path, key: str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_package_needs_onnx_for_its_sentence_splitter(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("argos")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    outcome = cli("export", trained.path, tmp_path / "aa_bb.argosmodel", "--to", "argos")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "mtrain: `mtrain export --to argos` must have onnx: pip install 'mtrain[argos]' adds it.\n",
+    )
+
+
 def test_without_argos_translate_the_table_says_that_its_text_was_not_compared(
     cli: Cli, trained: RunDir, tmp_path: Path, without_argos: None
 ) -> None:
@@ -343,6 +355,7 @@ SPLIT = [
 def test_the_sentence_splitter_finds_the_expected_sentences_in_onnx_runtime(
     sentences: list[str],
 ) -> None:
+    need("argos")
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     session = onnxruntime.InferenceSession(splitter(LETTERS, "en"))
     metadata = session.get_modelmeta().custom_metadata_map
@@ -361,6 +374,7 @@ def test_the_sentence_splitter_finds_the_expected_sentences_in_onnx_runtime(
 def test_minisbd_finds_the_expected_sentences_with_the_sentence_splitter(
     sentences: list[str], tmp_path: Path
 ) -> None:
+    need("argos")
     minisbd = pytest.importorskip("minisbd", reason="minisbd is not installed")
     path = tmp_path / "en.onnx"
     path.write_bytes(splitter(LETTERS, "en"))
