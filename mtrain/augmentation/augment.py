@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.decode import translator as translating
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
-from mtrain.decode.translator import Translator
+from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
 from mtrain.io.lines import ignore, open_gzip_writer, read_lines
@@ -197,8 +197,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
                 pairs, lost = _judge(parts, pair_rules)
                 agreement = None
                 if judge is not None:
-                    pairs, lost = _drop_long(judge, pairs, lost, directions[0])
-                    agreement = _agreement(judge, pairs, directions[0])
+                    pairs, lost, agreement = _score(judge, pairs, lost, directions[0])
                 if process_group.is_first:
                     _write_part(work_dir, number, rows, pairs, lost, request, agreement)
                     num_rows = number * PART_LINES + len(rows)
@@ -443,22 +442,26 @@ def _early_reason(line: str, is_repeat: bool) -> str | None:
     return "repeated" if is_repeat else None
 
 
-def _drop_long(
+def _score(
     judge: Translator, pairs: list[Candidate], lost: list[_Lost], is_back: bool
-) -> tuple[list[Candidate], list[_Lost]]:
-    """Drop the pairs with a side of more tokens than the training of the judge had."""
-    limit, (src, tgt) = judge.options.max_input_tokens, (judge.tokenizer.src, judge.tokenizer.tgt)
-    first, second = (src, tgt) if is_back else (tgt, src)
-    sides = first.encode([pair.src for pair in pairs]), second.encode([pair.tgt for pair in pairs])
-    is_long = [limit is not None and max(map(len, ids)) > limit for ids in zip(*sides, strict=True)]
-    lost = sorted([*lost, *((pair.row, "max-tokens") for pair in compress(pairs, is_long))])
-    return [pair for pair, is_dropped in zip(pairs, is_long, strict=True) if not is_dropped], lost
+) -> tuple[list[Candidate], list[_Lost], list[float]]:
+    """Return the judge's mean log-probability per token of the real side of each pair.
 
-
-def _agreement(judge: Translator, pairs: Sequence[Candidate], is_back: bool) -> list[float]:
-    """Return the judge's mean log-probability per token of the real side of each pair."""
+    Pairs with a side of more tokens, eos included, than the training of the judge had are lost.
+    """
+    limit = judge.options.max_input_tokens
     texts = [(pair.src, pair.tgt) if is_back else (pair.tgt, pair.src) for pair in pairs]
-    return [sum(log_probs) / len(log_probs) for log_probs in judge.score_texts(texts)]
+    sources = judge.tokenizer.encode_src([text for text, _ in texts])
+    targets = judge.tokenizer.tgt.encode([text for _, text in texts])
+    kept, encoded, lost = [], [], list(lost)
+    for pair, (text, _), src, tgt in zip(pairs, texts, sources, targets, strict=True):
+        if limit is not None and max(len(src), len(tgt) + 1) > limit:
+            lost.append((pair.row, "max-tokens"))
+        else:
+            kept.append(pair)
+            encoded.append((EncodedSource(src, text=text), tgt))
+    log_probs = judge.score([src for src, _ in encoded], [tgt for _, tgt in encoded])
+    return kept, sorted(lost), [sum(row) / len(row) for row in log_probs]
 
 
 def _write_part(

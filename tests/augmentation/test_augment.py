@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -263,11 +264,15 @@ def test_pairs_that_are_too_long_for_the_run_that_scores_are_dropped(
     request = request_of(config_path, back_run, keep_best=0.5, agree_with=reverser.path)
     judge = augmenting._load_judge(request)
     assert judge is not None
-    short, long = "ba ce di", " ".join(["ba"] * 50)
-    pairs = [Candidate(short, short, 0), Candidate(long, short, 1), Candidate(short, long, 2)]
-    kept, lost = augmenting._drop_long(judge, pairs, [(3, "blank")], True)
+    longest = "ba ce di"
+    num_tokens = len(judge.tokenizer.encode_src([longest])[0])
+    judge = judge.with_options(replace(judge.options, max_input_tokens=num_tokens))
+    sides = product([longest, "ba ce di ba"], repeat=2)
+    pairs = [Candidate(src, tgt, row) for row, (src, tgt) in enumerate(sides)]
+    kept, lost, scores = augmenting._score(judge, pairs, [(4, "blank")], True)
     assert kept == pairs[:1]
-    assert lost == [(1, "max-tokens"), (2, "max-tokens"), (3, "blank")]
+    assert len(scores) == 1
+    assert lost == [(1, "max-tokens"), (2, "max-tokens"), (3, "max-tokens"), (4, "blank")]
 
 
 def with_mbr(run: Path, directory: Path) -> Path:
