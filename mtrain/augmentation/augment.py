@@ -25,7 +25,7 @@ from mtrain.augmentation.options import AugmentOptions, Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import find_repeats, mono_rows, real_text
 from mtrain.config import config_file
-from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus
+from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, has_both_directions
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
@@ -248,7 +248,7 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     """Return for each model whether it translates from targets to sources.
 
     Raises:
-        RunError: if the direction of a run does not fit the mode, or it is not trained.
+        RunError: if the directions of a run do not fit the mode or the text, or it is not trained.
     """
     forward, back = (data.src_lang, data.tgt_lang), (data.tgt_lang, data.src_lang)
     allowed = {"forward": [forward], "back": [back], "again": [forward, back]}[request.mode]
@@ -256,9 +256,16 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     if request.judge is not None:
         other = [forward if request.mode == "back" else back]
         request.judge.check_direction(other, "for `--agree-with`")
+    if request.with_training_text and has_both_directions(data.train, any_use=True):
+        for run in request.runs:
+            if len(run.directions) == 1:
+                raise RunError(
+                    f"{run.path}: must translate in both directions, as `data.train` has text in "
+                    f"both, but translates {' to '.join(run.directions[0])} alone instead."
+                )
     for run in [*request.runs, *([request.judge] if request.judge else [])]:
         run.check_trained()
-    return [direction == back for direction in directions]
+    return [request.mode == "back" or direction != forward for direction in directions]
 
 
 def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tree:

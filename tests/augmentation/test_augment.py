@@ -27,7 +27,8 @@ import mtrain
 from mtrain.augmentation import augment as augmenting
 from mtrain.augmentation.augment import AugmentRequest
 from mtrain.augmentation.new_config import with_corpus
-from mtrain.augmentation.pair_rules import Candidate
+from mtrain.augmentation.options import Mode
+from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import real_text
 from mtrain.config import config_file
 from mtrain.run.run_dir import RunDir
@@ -163,6 +164,19 @@ def test_a_pair_with_a_side_in_a_held_out_set_is_dropped_ignoring_case_and_punct
     assert 3 not in reasons
     assert "held-out" in [reasons.get(line) for line in (4, 5, 6)]
     assert not sources & {pair["src"] for pair in pairs_in(tmp_path / "bt")}
+
+
+def test_held_out_text_is_found_in_pairs_of_both_directions_if_the_training_text_has_both(
+    tree: Tree, tmp_path: Path
+) -> None:
+    write(tmp_path / "valid.src", ["ba ce di fo gu"])
+    write(tmp_path / "valid.tgt", ["ha je ki lo mu"])
+    train = tree["data"]["train"]
+    tree["data"]["train"] = [train, {"src": train["tgt"], "tgt": train["src"]}]
+    data = mtrain.load_config(tree).data
+    pair_rules = PairRules(data, real_text(data.train), tmp_path)
+    pairs = [Candidate("Ha je ki lo mu.", "na pe ri so tu", 0)]
+    assert pair_rules.reasons(pairs, [("", "na pe ri so tu")]) == ["held-out"]
 
 
 def test_repeating_the_command_changes_nothing_and_other_settings_are_refused(
@@ -445,6 +459,42 @@ def test_again_makes_new_pairs_from_the_training_text_with_models_of_both_direct
     assert all(source in src or target in tgt for source, target in made)
     reasons = Counter(entry["reason"] for entry in dropped_in(tmp_path / "div"))
     assert reasons["repeated"] > 100  # two of the models reverse as the training text does
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_back"), [("back", True), ("forward", False), ("again", False)]
+)
+def test_within_one_language_only_back_translates_the_target_side(
+    tree: Tree, reverser: RunDir, tmp_path: Path, mode: Mode, is_back: bool
+) -> None:
+    with_languages(reverser, tmp_path / "same", "aa", "aa")
+    tree["data"]["tgt_lang"] = "aa"
+    request = AugmentRequest(
+        mode, [], False, [RunDir(tmp_path / "same")], tmp_path / "out", mtrain.AugmentOptions()
+    )
+    assert augmenting._check_directions(request, mtrain.load_config(tree).data) == [is_back]
+
+
+@pytest.mark.parametrize("mode", ["forward", "again"])
+def test_training_text_in_both_directions_needs_runs_of_both_directions(
+    tree: Tree, reverser: RunDir, tmp_path: Path, mode: Mode
+) -> None:
+    train = tree["data"]["train"]
+    tree["data"]["train"] = [train, {"src": train["tgt"], "tgt": train["src"]}]
+    data = mtrain.load_config(tree).data
+    both = RunDir(shutil.copytree(reverser.path, tmp_path / "both"))
+    write_config(both.config_path, tree)
+    options = mtrain.AugmentOptions()
+    request = AugmentRequest(mode, [], True, [both, reverser], tmp_path / "out", options)
+    with pytest.raises(mtrain.RunError) as error:
+        augmenting._check_directions(request, data)
+    assert str(error.value) == (
+        f"{reverser.path}: must translate in both directions, as `data.train` has text in both, "
+        "but translates aa to bb alone instead."
+    )
+    assert augmenting._check_directions(replace(request, runs=[both]), data) == [False]
+    mono = replace(request, with_training_text=False)
+    assert augmenting._check_directions(mono, data) == [False, False]
 
 
 @pytest.mark.parametrize("is_synthetic", [False, True])
