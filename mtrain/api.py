@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from mtrain.augmentation.options import AugmentOptions, Student, mode_of
 from mtrain.config import config_file
+from mtrain.config.corpora import expand_home
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError, require_package
 from mtrain.exporters.registry import Library, Quantization
@@ -239,10 +240,10 @@ def load_config(
     _check_overrides(overrides)
     new_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        name, changes = str(config), list(overrides)
-        loaded = config_file.load(Path(config), changes, new_dir)
+        path, changes = _path(config), list(overrides)
+        name, loaded = str(path), config_file.load(path, changes, new_dir)
         if new_dir is None and not any(change.startswith("run_dir=") for change in changes):
-            _check_run_dir(loaded, Path(config))
+            _check_run_dir(loaded, path)
     else:
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         if not isinstance(tree, Mapping):
@@ -394,12 +395,12 @@ def init(
     files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
     request = write_config.parse_request(
         (src_lang, tgt_lang),
-        {key: (Path(pair[0]), Path(pair[1])) for key, pair in files.items() if pair},
+        {key: (_path(pair[0]), _path(pair[1])) for key, pair in files.items() if pair},
         overrides,
         budget,
         device,
-        None if output is None else Path(output),
-        None if run_dir is None else os.fspath(run_dir),
+        None if output is None else _path(output),
+        None if run_dir is None else expand_home(run_dir),
     )
     return write_config.init(request, PythonLog(), advance or ignore, set_status or ignore)
 
@@ -508,8 +509,8 @@ def augment(
 
     loading = LoadOptions(device, precision, None, process_group or SINGLE)
     texts = [*back_paths, *forward_paths]
-    request = augmenting.AugmentRequest(mode, texts, again, runs, Path(output), options, loading)
-    new_path = None if write_config is None else Path(write_config)
+    request = augmenting.AugmentRequest(mode, texts, again, runs, _path(output), options, loading)
+    new_path = None if write_config is None else _path(write_config)
     new = new_config.with_corpus(settings, request.output, request.options)
     if new_path is not None:
         new_config.check_free(new, new_path)
@@ -576,7 +577,7 @@ def distill(
 
     for run in teachers:
         run.check_direction([(settings.data.src_lang, settings.data.tgt_lang)], "for `--teacher`")
-    new_dir = student_dir(settings, student) if run_dir is None else str(Path(run_dir))
+    new_dir = student_dir(settings, student) if run_dir is None else str(_path(run_dir))
     request = augmenting.AugmentRequest(
         "forward",
         _paths("mono", mono, "a file"),
@@ -768,7 +769,7 @@ def export(
     request = ExportRequest(
         to, quantize, check_lines, license, has_page=page, has_shortlist=shortlist
     )
-    return export(_run_dir(run), Path(directory), request, PythonLog().say)
+    return export(_run_dir(run), _path(directory), request, PythonLog().say)
 
 
 def plot(
@@ -792,14 +793,18 @@ def plot(
     from mtrain.plots import draw
 
     run_dir = _run_dir(run)
-    target_dir = run_dir.path / "plots" if directory is None else Path(directory)
+    target_dir = run_dir.path / "plots" if directory is None else _path(directory)
     return list(draw.draw(run_dir, sentence, target_dir, _log_warning))
+
+
+def _path(path: AnyPath) -> Path:
+    return Path(expand_home(path))
 
 
 def _run_dir(run: AnyPath) -> RunDir:
     if not isinstance(run, str | os.PathLike):
         raise DataError(f"`run` must be a run folder, but is {run!r:.60} instead.")
-    return RunDir(Path(run))
+    return RunDir(_path(run))
 
 
 def _run_dirs(key: str, runs: AnyPaths) -> list[RunDir]:
@@ -815,7 +820,7 @@ def _paths(key: str, value: AnyPaths, expected: str) -> list[Path]:
         isinstance(path, str | os.PathLike) for path in paths
     ):
         raise DataError(f"`{key}` must be {expected} or several, but is {value!r:.60} instead.")
-    return [Path(path) for path in paths]
+    return [_path(path) for path in paths]
 
 
 def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:

@@ -28,6 +28,8 @@ from tasks import copy_task, reverse_task, tiny_tree, write, write_config, write
 
 import mtrain
 from mtrain import api
+from mtrain.augmentation import augment as augmenting
+from mtrain.autoconfig import write_config as initialising
 from mtrain.data.prepare import read_test
 from mtrain.decode.options import DecodingOptions
 from mtrain.run import checkpoint
@@ -225,6 +227,35 @@ def test_a_mapping_a_file_and_a_config_object_load_the_same_config(tmp_path: Pat
     assert mtrain.load_config(config) == config
     assert mtrain.load_config(mtrain.load_config(tree), ["seed=3"], tmp_path / "other") == config
     assert "seed" not in tree
+
+
+def test_a_tilde_at_the_start_of_a_path_is_the_home_folder_as_in_a_config(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, config = trained.path.parent, trained.config
+    monkeypatch.setenv("HOME", str(home))
+    requests = list[Any]()
+
+    def stop(request: object, *_: object) -> None:
+        requests.append(request)
+        raise mtrain.DataError("nothing is written")
+
+    monkeypatch.setattr(augmenting, "augment", stop)
+    monkeypatch.setattr(initialising, "init", stop)
+    options = mtrain.AugmentOptions(keep_best=0.5, agree_with="~/judge")
+    calls = [
+        partial(mtrain.augment, config, "~/run", "~/out", options, forward="~/a"),
+        partial(mtrain.distill, config, "~/run", run_dir="~/new"),
+        partial(mtrain.init, "a", "b", src="~/a", tgt="~/b", output="~/c.yaml", run_dir="~/new"),
+    ]
+    for call in calls:
+        with pytest.raises(mtrain.DataError, match="nothing is written"):
+            call()
+    augmentation, distillation, new = requests
+    assert [*augmentation.texts, augmentation.output] == [home / "a", home / "out"]
+    assert augmentation.judge.path == home / "judge"
+    assert distillation.output == home / "new-pairs"
+    assert (new.config_path, new.run_dir) == (home / "c.yaml", str(home / "new"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

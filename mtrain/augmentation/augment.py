@@ -25,7 +25,7 @@ from mtrain.augmentation.options import AugmentOptions, Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import find_repeats, mono_rows, real_text
 from mtrain.config import config_file
-from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, has_both_directions
+from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, expand_home, has_both_directions
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
@@ -89,7 +89,7 @@ class AugmentRequest:
     def judge(self) -> RunDir | None:
         """The run of the reverse direction whose scores decide which pairs are kept."""
         agree_with = self.options.agree_with
-        return None if agree_with is None else RunDir(Path(agree_with))
+        return None if agree_with is None else RunDir(Path(expand_home(agree_with)))
 
     @property
     def groups(self) -> list[list[RunDir]]:

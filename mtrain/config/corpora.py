@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -33,7 +34,13 @@ class Section(BaseModel):
 def _check_path(path: str) -> str:
     if re.search("[\0\ud800-\udfff]", path):
         raise ValueError("must be a path, but has a character that no path can have")
-    return str(Path(path).expanduser()) if path.startswith("~/") else path
+    return expand_home(path)
+
+
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """Return a path with its first `~/`, if it begins so, replaced by the home folder."""
+    text = os.fspath(path)
+    return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
 def _check_other_field(name: str, info: ValidationInfo) -> str:
