@@ -52,7 +52,7 @@ _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
 _LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
 _BUDGET = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?$")
 _OPTIONS = {"train": "--src", "valid": "--valid", "test": "--test"}  # that name files
-_KEYS = {"train": "data.train", "valid": "data.valid", "test": "data.tests"}  # after `--set`
+_KEYS = {"train": "data.train", "valid": "data.valid", "test": "data.tests.test"}
 
 
 @dataclass(frozen=True)
@@ -111,36 +111,43 @@ def parse_request(
             raise ConfigError(
                 f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
             )
-    keys = [override.partition("=")[0] for override in overrides]
-    sections = [".".join(key.split(".")[:2]) for key in keys]
-    for override, section in zip(overrides, sections, strict=True):
-        if section not in _KEYS.values():
+    set_keys: dict[str, str] = {}  # by the name of the corpus that they change
+    for override in overrides:
+        key = override.partition("=")[0]
+        if ".".join(key.split(".")[:2]) not in ("data.train", "data.valid", "data.tests"):
             raise ConfigError(
                 f"`--set` must name data.train, data.valid or data.tests, but is {override!r} "
                 "instead; other keys can be changed in the config that is written."
             )
+        for name, corpus_key in _KEYS.items():
+            if f"{key}.".startswith(f"{corpus_key}.") or corpus_key.startswith(f"{key}."):
+                set_keys[name] = key
     for name in files:
-        if (key := _KEYS[name]) in keys:
+        if name in set_keys:
             raise ConfigError(
-                f"`{_OPTIONS[name]}` has no effect with `--set {key}=...`; leave it out."
+                f"`{_OPTIONS[name]}` has no effect with `--set {set_keys[name]}=...`; leave it out."
             )
     name = "-".join(languages)
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
     if not config_path.name:
         raise ConfigError(f"`--output` must name a new file, but is {config_path} instead.")
     config_file.check_utf8([run_dir, config_path, *chain.from_iterable(files.values())])
-    if "train" not in files and "data.train" not in sections:
+    given = files.keys() | set_keys.keys()
+    if "train" not in given:
         raise ConfigError(
             "`--src` and `--tgt` must name the corpus, or `--set data.train=...`, but neither does."
         )
-    held_out = {key: _held_out_files(config_path, key, languages) for key in ("valid", "test")}
-    corpora = {key: corpus.model_dump() for key, corpus in held_out.items()}
+    held_out = {
+        name: _held_out_files(config_path, name, languages)
+        for name in ("valid", "test")
+        if name not in given
+    }
+    corpora = {name: corpus.model_dump() for name, corpus in held_out.items()}
     corpora |= {key: {"src": [str(src)], "tgt": [str(tgt)]} for key, (src, tgt) in files.items()}
-    corpora["tests"] = {"test": corpora.pop("test")}
+    if "test" in corpora:
+        corpora["tests"] = {"test": corpora.pop("test")}
     tree = {"src_lang": languages[0], "tgt_lang": languages[1], **corpora}
     data = config_file.from_tree({"run_dir": run_dir, "data": tree}, "--set", overrides).data
-    sets = {"valid": data.valid, "test": data.tests.get("test")}
-    held_out = {key: corpus for key, corpus in held_out.items() if sets[key] == corpus}
     if held_out and has_both_directions(data.train, any_use=True):
         raise ConfigError(
             "`data.train` must have each corpus in one direction to hold out pairs, but has one in "

@@ -395,17 +395,40 @@ def test_an_override_that_is_not_a_valid_corpus_is_an_error(override, message):
 
 
 @pytest.mark.parametrize(
-    ("option", "key", "files"),
+    ("option", "override", "files"),
     [
-        ("--src", "data.train", {}),
-        ("--valid", "data.valid", {"valid": ("a.en", "a.de")}),
-        ("--test", "data.tests", {"test": ("a.en", "a.de")}),
+        ("--src", "data.train={tsv: [a.tsv]}", {}),
+        ("--src", "data.train.src=[o.en]", {}),
+        ("--valid", "data.valid={tsv: [a.tsv]}", {"valid": ("a.en", "a.de")}),
+        ("--valid", "data.valid.src=[o.en]", {"valid": ("a.en", "a.de")}),
+        ("--test", "data.tests={a: {tsv: [a.tsv]}}", {"test": ("a.en", "a.de")}),
+        ("--test", "data.tests.test={src: [o.en], tgt: [o.de]}", {"test": ("a.en", "a.de")}),
+        ("--test", "data.tests.test.tsv=[a.tsv]", {"test": ("a.en", "a.de")}),
     ],
 )
-def test_a_corpus_named_by_an_option_and_an_override_is_an_error(option, key, files):
+def test_a_corpus_named_by_an_option_and_an_override_is_an_error(option, override, files):
     with pytest.raises(ConfigError) as error:
-        parse(overrides=[f"{key}={{tsv: [a.tsv]}}"], **files)
+        parse(overrides=[override], **files)
+    key = override.partition("=")[0]
     assert str(error.value) == f"`{option}` has no effect with `--set {key}=...`; leave it out."
+
+
+def test_set_may_name_a_held_out_set_key_by_key_and_needs_all_its_keys():
+    request = parse(overrides=["data.valid.tsv=[v.tsv]", "data.tests.test.tsv=[t.tsv]"])
+    assert request.data.valid == TsvCorpus(tsv=["v.tsv"])
+    assert request.data.tests == {"test": TsvCorpus(tsv=["t.tsv"])}
+    assert request.held_out == {}
+    with pytest.raises(ConfigError) as error:
+        parse(overrides=["data.valid.src=[v.en]"])
+    assert str(error.value) == "--set: `data.valid.tgt` must be given, but is missing."
+
+
+def test_another_test_set_stands_beside_the_one_that_is_given_or_held_out():
+    other = "data.tests.a={tsv: [a.tsv]}"
+    request = parse(overrides=[other])
+    assert (list(request.held_out), list(request.data.tests)) == (["valid", "test"], ["test", "a"])
+    request = parse(overrides=[other], test=("a.en", "a.de"))
+    assert (list(request.held_out), list(request.data.tests)) == (["valid"], ["test", "a"])
 
 
 def test_set_may_give_a_corpus_key_by_key():
