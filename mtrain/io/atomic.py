@@ -176,12 +176,13 @@ def sweep(path: Path) -> None:
 
     The caller holds the lock of the folder. The name of `path` may be a glob pattern.
     """
-    for aside in path.parent.glob(f".{path.name}.*.old"):
+    beside = f".{path.name}.{'[0-9a-f]' * 8}"
+    for aside in path.parent.glob(f"{beside}.old"):
         replaced = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
         if not replaced.exists():
             aside.replace(replaced)
-    for leftover in path.parent.glob(f".{path.name}.*.*"):
-        if leftover.suffix in (".tmp", ".old"):
+    for suffix in (".tmp", ".old"):
+        for leftover in path.parent.glob(beside + suffix):
             _remove(leftover)
 
 

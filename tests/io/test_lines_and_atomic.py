@@ -340,6 +340,15 @@ def test_a_link_to_a_folder_is_replaced_and_its_target_is_kept(here: Path) -> No
     assert (left(here / "d"), left(here / "target")) == (["new"], ["old"])
 
 
+def test_a_sweep_keeps_temporary_files_of_other_outputs_and_of_users(here: Path) -> None:
+    Path(".d.0123abcd.tmp").touch()  # of a killed process
+    kept = [".d.backup.old", ".d.other.0123abcd.tmp", ".d.txt.tmp"]
+    for name in kept:
+        Path(name).touch()
+    atomic.sweep(Path("d"))
+    assert left(here) == kept
+
+
 def replaced_and_killed(directory: Path, kill_at: int) -> None:
     num_calls = kill_at_call(("fsync", "replace", "rmdir", "unlink", "mkdir"), kill_at)
     with atomic.whole_dir(directory / "d") as beside:
