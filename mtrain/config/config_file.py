@@ -378,11 +378,11 @@ _ALIASES = {
 def _suggestion(key: str, here: list[str]) -> str:
     """Suggest keys for an unknown one; `here` are the valid keys of its section.
 
-    These are the key of that name in another section, the key for another toolkit's name, the
+    These are the first key of that name in another section, the key for another toolkit's name, the
     nearest key, all keys of a small section, or the nearest three.
     """
     *parents, wrong = key.split(".")
-    everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
+    everywhere = {path.rsplit(".", 1)[-1]: path for path in reversed(_all_keys(Config, ""))}
     plain = wrong.lower().replace("_", "").replace("-", "")
     by_alias = [key for key, names in _ALIASES.items() if plain in names.split()]
     if wrong in everywhere or (by_alias and len(parents) < 2):  # keys of a corpus are deeper

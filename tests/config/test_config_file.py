@@ -147,6 +147,11 @@ def test_a_minimal_config_has_exactly_the_listed_defaults(minimal: Path) -> None
             "`training.d_model` is not a key of the config; did you mean `model.d_model`?",
         ),
         (
+            "model.batch_tokens=8",
+            "`model.batch_tokens` is not a key of the config; did you mean "
+            "`training.batch_tokens`?",
+        ),
+        (
             "training.batch_token=8",
             "`training.batch_token` is not a key of the config; did you mean "
             "`training.batch_tokens`?",
