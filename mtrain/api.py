@@ -574,6 +574,7 @@ def distill(
     from mtrain.augmentation import distill as distilling
     from mtrain.data import prepare
     from mtrain.run.load_model import LoadOptions
+    from mtrain.training.compilation import device_of
 
     for run in teachers:
         run.check_direction([(settings.data.src_lang, settings.data.tgt_lang)], "for `--teacher`")
@@ -589,6 +590,7 @@ def distill(
     )
     new = distilling.student_config(settings, teachers[0], student, request.output, new_dir)
     prepare.check_same_data(new, RunDir(Path(new_dir)))
+    device_of(new, SINGLE)  # reports an unusable device before translating
     augmenting.augment(request, settings, PythonLog(), on_warning or _log_warning)
     train_together(new, SINGLE, False, on_metrics, stop, has_bar)
     return distilling.compare(teachers, RunDir(Path(new_dir)), request.output, device)

@@ -43,6 +43,7 @@ from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.logger import Console, resumable
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.device import pick_device
 
 PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
 _DIGITS = 4  # decimal places of the log-probabilities that are written
@@ -144,6 +145,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         warn: called with problems of the text, on rank 0.
 
     Raises:
+        ConfigError: if the device cannot be used.
         RunError: if a run has another direction, the folder was written with other settings or by
             another program, or another process is writing it.
         DataError: if a text cannot be read, or no pair is left.
@@ -166,6 +168,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         raise RunError(
             f"{output}: exists, but `mtrain augment` did not write it; choose another -o."
         )
+    pick_device(process_group.device_name(request.loading.device))  # raises before text is read
     with writable_dir(work_dir), _working(work_dir, output, process_group.is_first, console):
         process_group.barrier()
         scratch = work_dir / f"rank-{process_group.rank}"

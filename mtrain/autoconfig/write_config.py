@@ -37,6 +37,7 @@ from mtrain.io.lines import Advance
 from mtrain.io.text_width import count
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.device import pick_device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, VocabularySizeError
 
@@ -206,6 +207,7 @@ def init(
         DataError: if a corpus cannot be read, or has too few pairs.
         WriteError: if the files cannot be written.
     """
+    pick_device(request.device)  # raises before a corpus is read
     data = _with_headers(request.data, console)
     request, load, started = replace(request, data=data), benchmark.load_average(), time.monotonic()
     tests = {f"data.tests.{name}": corpus for name, corpus in data.tests.items()}

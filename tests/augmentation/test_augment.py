@@ -657,6 +657,10 @@ def test_two_ranks_write_the_same_files_as_one_process(
             "{config}: already exists; choose another --write-config, or delete it.",
         ),
         (
+            ["--back", "{mono}", "--using", "{back}", "--device", "tpu"],
+            "`device` must be auto, cpu, cuda or cuda:N, but is 'tpu' instead.",
+        ),
+        (
             ["--back", "{mono}", "--using", "{back}", "--until", "1.5"],
             "`--until` must be < 1.0, but is 1.5 instead.",
         ),

@@ -142,6 +142,15 @@ def test_the_run_folder_of_another_training_is_refused_before_anything_is_transl
     assert not list(noisy.path.parent.glob("*pairs*"))
 
 
+def test_a_device_that_the_student_cannot_be_trained_on_is_refused_before_anything_is_translated(
+    tree: Tree, reverser: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(augmenting, "augment", None)
+    tree["training"]["device"] = "tpu"
+    with pytest.raises(mtrain.ConfigError, match=r"^`training\.device` must be auto, cpu, "):
+        mtrain.distill(tree, reverser.path)
+
+
 @pytest.mark.parametrize("is_default", [True, False])
 def test_the_students_folders_are_beside_a_run_folder_whose_name_ends_in_a_slash(
     tree: Tree, reverser: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_default: bool

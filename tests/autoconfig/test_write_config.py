@@ -713,6 +713,12 @@ def test_an_existing_file_is_not_overwritten(name):
     assert [path.name for path in Path().glob("en-de*")] == [name]
 
 
+def test_an_unknown_device_is_an_error_before_a_corpus_is_read(monkeypatch):
+    monkeypatch.setattr(split, "read_overview", None)
+    with pytest.raises(ConfigError, match=r"^`device` must be auto, cpu, .* is 'tpu' instead\.$"):
+        write_config.init(replace(parse(), device="tpu"), Said(), lambda _: None)
+
+
 def test_an_existing_run_folder_is_an_error_before_anything_is_written():
     folder = Path("runs/en-de")
     folder.mkdir(parents=True)
