@@ -6,6 +6,7 @@ import lzma
 import shlex
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 from mtrain.config import config_file
@@ -65,8 +66,10 @@ def demo(directory: Path, console: Console) -> None:
     """Write corpus and config into `directory` and train there; a stopped demo is resumed.
 
     Raises:
+        ConfigError: if the name of the folder is not UTF-8.
         RunError: if the folder holds another run.
     """
+    config_file.check_utf8([directory])
     corpus, config_path = directory / "corpus", directory / "demo.yaml"
     if RunDir(directory).config_path.is_file() and not config_path.is_file():
         raise RunError(
@@ -89,10 +92,10 @@ def demo(directory: Path, console: Console) -> None:
 
 
 def report(directory: Path, warn: Warn) -> list[str]:
-    """Score the demo's test set; return the scores, five translations, and what to do next."""
+    """Score the test sets; return the scores, five translations of the first, and what is next."""
     run = RunDir(directory)
-    (result,) = evaluation.evaluate(run, translator.load(run), warn)
-    lines = list(format_scores(result))
+    results = evaluation.evaluate(run, translator.load(run), warn)
+    lines, result = [*chain.from_iterable(map(format_scores, results))], results[0]
     for row in (number * len(result.hypotheses) // 5 for number in range(5)):
         lines.append(f"source       {result.lines.src[row]}")
         lines.append(f"reference    {result.lines.refs[0][row]}")

@@ -11,6 +11,7 @@ from tasks import REPOSITORY, Said, stop_at, write
 
 from mtrain.config import config_file
 from mtrain.demo import demo
+from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 
 CORPUS = REPOSITORY / "data" / "demo"
@@ -119,6 +120,30 @@ def test_the_demo_refuses_the_folder_of_another_run_and_leaves_its_list_of_files
         "another DIR.\n"
     )
     assert sorted(Path("runs").rglob("*")) == before
+
+
+def test_a_second_test_set_in_the_demo_config_is_scored_too(
+    cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_second_set(corpus: str, run_dir: str) -> str:
+        tree = yaml.safe_load(tiny_config_text(corpus, run_dir))
+        tree["data"]["tests"]["more"] = tree["data"]["valid"]
+        return yaml.safe_dump(tree)
+
+    monkeypatch.setattr(demo, "config_text", with_second_set)
+    outcome = cli("demo")
+    assert outcome.code == 0, outcome.err
+    shown = [line.split(" ")[0] for line in outcome.lines]
+    assert (shown.index("demo"), shown.index("more")) == (0, 4)
+    assert shown.count("source") == 5
+
+
+def test_a_demo_folder_whose_name_is_not_utf8_is_refused_before_anything_is_written(
+    tiny: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="must be UTF-8, as a config is, but is not"):
+        demo.demo(Path("a\udcff"), Said())
+    assert list(tiny.iterdir()) == []
 
 
 def test_a_stopped_demo_resumes_from_its_last_checkpoint(
