@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, expand_home, has_bo
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
-from mtrain.corpus.formats import paths_of
+from mtrain.corpus.formats import paths_of, revision_of
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.decode import translator as translating
@@ -177,17 +177,17 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             pair_rules = PairRules(config.data, real, scratch)
             text = _read_text(request, real, scratch, warn if process_group.is_first else ignore)
         shutil.rmtree(scratch)
-        settings = _settings(request, config, real)
+        # Not in `_settings`: the hub is not needed once the output is there.
+        corpora = [*real, config.data.valid, *config.data.tests.values()]
+        revisions = dict(chain.from_iterable(revision_of(corpus).items() for corpus in corpora))
+        settings = _settings(request, config, real) | {"revisions": revisions}
         num_done = _begin(work_dir, settings, output) if process_group.is_first else 0
         num_done = int(process_group.broadcast_float(num_done))
         if num_done and process_group.is_first:
             console.say(
                 f"{output}: goes on after {min(num_done * PART_LINES, text.num_rows):,} lines"
             )
-        engines = [
-            _load_engine(request, group, is_back)
-            for group, is_back in zip(request.groups, directions, strict=False)
-        ]
+        engines = [*map(partial(_load_engine, request), request.groups, directions)]
         judge = _load_judge(request)
         number = num_done
         first = num_done * PART_LINES

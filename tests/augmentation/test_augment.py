@@ -380,6 +380,22 @@ def test_an_interrupted_augmentation_resumes_and_samples_the_same_pairs(
     assert content(request.output) == whole
 
 
+def test_parts_of_another_commit_of_a_hub_corpus_are_not_resumed(
+    config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, config = request_of(config_path, back_run), config_file.load(config_path)
+    settings = augmenting._settings(request, config, real_text(config.data.train))
+    work_dir = request.output.with_name(".bt.augmenting")
+    work_dir.mkdir()
+    (work_dir / "settings.json").write_text(
+        json.dumps(settings | {"revisions": {"some/set": "abc123"}}), encoding="utf-8"
+    )
+    (work_dir / "part-00000.json").touch()
+    monkeypatch.setattr(augmenting, "revision_of", lambda corpus: {"some/set": "def456"})
+    with pytest.raises(mtrain.RunError, match=r"was made with other settings \(`revisions`\)"):
+        augmenting.augment(request, config, Said(), print)
+
+
 def test_a_start_that_finished_no_part_does_not_refuse_other_settings(
     config_path: Path, mono: Path, back_run: Path
 ) -> None:
