@@ -58,6 +58,8 @@ class AugmentOptions:
                 _refuse({"--length-alpha": self.length_alpha}, why)
         else:
             _refuse({"--seed": self.seed}, "needs `--sample`")
+        if self.weight is not None and not self.weight > 0:
+            raise ConfigError(f"`--weight` must be > 0, but is {self.weight} instead.")
         if self.keep_best is None:
             _refuse({"--agree-with": self.agree_with}, "needs `--keep-best`")
         elif not _LEAST_SHARE <= self.keep_best <= 1:

@@ -128,7 +128,9 @@ WriteConfigOption = Annotated[
 ]
 WeightOption = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Of the corpus, beside all others; each pair once if absent."),
+    typer.Option(
+        min=0.001, help="Relative to all others; 1 if they have weights, else each pair once."
+    ),
 ]
 TagOption = Annotated[
     str | None,

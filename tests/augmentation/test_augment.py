@@ -133,6 +133,7 @@ def test_the_length_penalty_divides_the_scores_of_samples(
         ),
         ({"seed": 2}, "`--seed` needs `--sample`."),
         ({"keep_best": 0.0}, "`--keep-best` must be from 0.01 to 1, but is 0.0 instead."),
+        ({"weight": -1.0}, "`--weight` must be > 0, but is -1.0 instead."),
         ({"beam": 0}, "`beam` must be between 1 and 1000, but is 0 instead."),
     ],
 )
