@@ -260,7 +260,7 @@ def init(
         measured = _tried(request, *chosen, sample, console, presets.CONSISTENCY)
         training = presets.plan_training(measured, *scale)
     set_status("writing")
-    schema_line = config_file.put_beside(request.config_path).splitlines()
+    schema_line = config_file.write_schema_beside(request.config_path).splitlines()
     choice = _Choice(num_train, tokenizer, measured, training)
     with whole_file(request.config_path) as beside:
         write_lines(beside, [*schema_line, *_config_lines(request, choice)])

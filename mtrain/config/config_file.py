@@ -77,7 +77,7 @@ def save(config: Config, path: Path, with_defaults: bool = True) -> None:
     """
     text, name = dump(config, with_defaults), str(path)
     assert from_tree(_parse(text, name), name) == config, f"{path}: must read back"
-    head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
+    head = f"{write_schema_beside(path)}{_WRITTEN_BY}{__version__}\n"
     with whole_file(path) as beside:
         beside.write_text(head + text, encoding="utf-8")
 
@@ -437,7 +437,7 @@ def _untitled(node: Any) -> Any:
     return [_untitled(item) for item in node] if isinstance(node, list) else node
 
 
-def put_beside(config_path: Path) -> str:
+def write_schema_beside(config_path: Path) -> str:
     """Write the schema into a config's folder, and return the config's first line.
 
     A file of that name that is no schema of mtrain is kept, and the line is "".

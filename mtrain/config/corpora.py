@@ -49,7 +49,7 @@ def _check_other_field(name: str, info: ValidationInfo) -> str:
     return name
 
 
-Whole = Annotated[int, Field(le=2**31 - 1)]
+Int32 = Annotated[int, Field(le=2**31 - 1)]
 FilePath = Annotated[str, AfterValidator(_check_path)]
 Name = Annotated[str, Field(min_length=1)]
 OtherName = Annotated[Name, AfterValidator(_check_other_field)]
@@ -103,7 +103,7 @@ class TsvCorpus(_CorpusSection):
     """
 
     tsv: list[FilePath] = Field(min_length=1)
-    columns: list[Whole] | None = None
+    columns: list[Int32] | None = None
     header: bool | None = None
 
     @field_validator("columns")

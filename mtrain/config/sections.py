@@ -16,10 +16,10 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from mtrain.config.corpora import (
     Corpus,
     FilePath,
+    Int32,
     Section,
     SyntheticCorpus,
     TrainText,
-    Whole,
     corpora_of,
 )
 
@@ -63,7 +63,7 @@ class DataConfig(Section):
     temperature: float | None = Field(default=None, ge=1)
     valid: Corpus
     tests: dict[str, Corpus] = Field(default={})
-    max_tokens: Whole = Field(default=256, ge=2)
+    max_tokens: Int32 = Field(default=256, ge=2)
     clean: list[Annotated[str, WithJsonSchema({"enum": list(CLEAN)})]] = Field(
         default=["blank-side", "held-out-pair"]
     )
@@ -79,8 +79,7 @@ class DataConfig(Section):
             if name not in CLEAN:
                 near = ", ".join(difflib.get_close_matches(name, CLEAN, n=3, cutoff=0.0))
                 raise ValueError(
-                    f"must name kinds of pairs, but has {format_value(name)} instead; the nearest "
-                    f"are {near}"
+                    f"must name rules, but has {format_value(name)} instead; the nearest are {near}"
                 )
         return names
 
@@ -126,20 +125,20 @@ class TokenizerConfig(Section):
     """
 
     kind: Literal["unigram", "bpe"] = "unigram"
-    vocab_size: Whole | None = Field(default=None, ge=8)
+    vocab_size: Int32 | None = Field(default=None, ge=8)
     shared: bool = True
     character_coverage: float = Field(default=1.0, ge=0.98, le=1)  # SentencePiece's bounds
     byte_fallback: bool = True
     sampling_alpha: float = Field(default=0.0, ge=0, le=1)
-    max_training_lines: Whole = Field(default=500_000, ge=1)
+    max_training_lines: Int32 = Field(default=500_000, ge=1)
 
 
 class ModelConfig(Section):
     """Sizes and variants of the Transformer."""
 
     d_model: int = Field(default=128, ge=2, le=2**16)
-    num_heads: Whole = Field(default=4, ge=1)
-    d_ff: Whole = Field(default=256, ge=1)
+    num_heads: Int32 = Field(default=4, ge=1)
+    d_ff: Int32 = Field(default=256, ge=1)
     num_encoder_layers: int = Field(default=4, ge=1, le=1000)
     num_decoder_layers: int = Field(default=4, ge=1, le=1000)
     dropout: float = Field(default=0.3, ge=0, lt=1)
@@ -147,8 +146,8 @@ class ModelConfig(Section):
     activation_dropout: float = Field(default=0.0, ge=0, lt=1)
     norm: Literal["post", "pre"] = "post"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
-    max_positions: Whole | None = Field(default=None, ge=2)
-    attention_window: Whole | None = Field(default=None, ge=1)
+    max_positions: Int32 | None = Field(default=None, ge=2)
+    attention_window: Int32 | None = Field(default=None, ge=1)
     activation: Literal["relu", "gelu"] = "relu"
     tie_embeddings: Literal["all", "decoder", "none"] = "all"
     branch_gain: float = Field(default=0.05, gt=0, le=100)
@@ -191,10 +190,10 @@ OptimizerName = Literal["adam", "muon"]
 class TrainingConfig(Section):
     """The budget, batches, loss and optimizer, and when to log, validate and save checkpoints."""
 
-    max_steps: Whole | None = Field(default=8000, ge=1)
+    max_steps: Int32 | None = Field(default=8000, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
-    batch_tokens: Whole = Field(default=4096, ge=1)
-    accumulate: Whole = Field(default=1, ge=1)
+    batch_tokens: Int32 = Field(default=4096, ge=1)
+    accumulate: Int32 = Field(default=1, ge=1)
     parallel: Literal["ddp", "fsdp"] = "ddp"
     exchange: Literal["float32", "bfloat16"] = "float32"
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
@@ -202,7 +201,7 @@ class TrainingConfig(Section):
     optimizer: OptimizerName = "adam"
     schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
     lr: float = Field(default=0.005, gt=0)
-    warmup_steps: Whole = Field(default=2000, ge=0)
+    warmup_steps: Int32 = Field(default=2000, ge=0)
     betas: list[float] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
     eps: float = Field(default=1e-9, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -212,14 +211,14 @@ class TrainingConfig(Section):
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool = True
-    log_every: Whole = Field(default=50, ge=1)
-    validate_every: Whole = Field(default=500, ge=1)
-    num_examples: Whole = Field(default=1, ge=0)
-    save_every: Whole | None = Field(default=None, ge=1)
-    patience: Whole = Field(default=10, ge=1)
-    keep_last: Whole = Field(default=5, ge=1)
-    keep_best: Whole = Field(default=1, ge=1)
-    average: Whole = Field(default=5, ge=1)
+    log_every: Int32 = Field(default=50, ge=1)
+    validate_every: Int32 = Field(default=500, ge=1)
+    num_examples: Int32 = Field(default=1, ge=0)
+    save_every: Int32 | None = Field(default=None, ge=1)
+    patience: Int32 = Field(default=10, ge=1)
+    keep_last: Int32 = Field(default=5, ge=1)
+    keep_best: Int32 = Field(default=1, ge=1)
+    average: Int32 = Field(default=5, ge=1)
     average_of: Literal["last", "best"] = "last"
 
     @model_validator(mode="after")
@@ -252,9 +251,9 @@ class DecodingConfig(Section):
 
     beam: int = Field(default=5, ge=1, le=MAX_BEAM)
     length_alpha: float = Field(default=0.6, ge=0, le=10)
-    max_extra_tokens: Whole = Field(default=50, ge=0)
-    batch_tokens: Whole = Field(default=8192, ge=1)
-    no_repeat_ngram: Whole = Field(default=0, ge=0)
+    max_extra_tokens: Int32 = Field(default=50, ge=0)
+    batch_tokens: Int32 = Field(default=8192, ge=1)
+    no_repeat_ngram: Int32 = Field(default=0, ge=0)
     retry_flagged: bool = True
     mbr: Literal["chrf", "bleu"] | None = None
     early_stop: bool = False

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from mtrain.config import config_file
-from mtrain.config.config_file import HEAD, dump_inline, put_beside
+from mtrain.config.config_file import HEAD, dump_inline, write_schema_beside
 from mtrain.data.prepare import prepare
 from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
@@ -82,7 +82,7 @@ def demo(directory: Path, console: Console) -> None:
     if not config_path.is_file():
         with whole_file(config_path) as partial_path:
             text = config_text(str(corpus), str(directory)).removeprefix(HEAD)
-            partial_path.write_text(put_beside(config_path) + text, encoding="utf-8")
+            partial_path.write_text(write_schema_beside(config_path) + text, encoding="utf-8")
     config, run = config_file.load(config_path), RunDir(directory)
     prepare(config, run, console)
     if run.model_path.exists():

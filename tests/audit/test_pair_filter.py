@@ -218,12 +218,11 @@ def test_training_prints_the_dropped_pairs_and_logs_them_once_even_if_resumed(
     [
         (
             "[copies]",
-            "must name kinds of pairs, but has 'copies' instead; the nearest are copied, "
-            "mojibake, no-words",
+            "must name rules, but has 'copies' instead; the nearest are copied, mojibake, no-words",
         ),
         (
             "[tab]",
-            "must name kinds of pairs, but has 'tab' instead; the nearest are "
+            "must name rules, but has 'tab' instead; the nearest are "
             "length-ratio, held-out-pair, strange-script",
         ),
         (
