@@ -127,7 +127,6 @@ class TrainingPlan(NamedTuple):
     num_epochs: float
     num_reads: float  # of each different pair; an epoch reads a pair as often as it has copies
     dropout: float
-    consistency: ConsistencyConfig | None
     lr: float
     warmup_steps: int
     save_every: int
@@ -172,7 +171,6 @@ def plan_training(
         num_epochs=epochs,
         num_reads=num_reads,
         dropout=0.1 if num_reads < _FEW_READS else 0.2 if num_reads < _MANY_READS else 0.3,
-        consistency=chosen.consistency,
         lr=chosen.preset.lr * min(batch_factor * length_factor, warmup_factor),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),

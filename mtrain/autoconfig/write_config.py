@@ -482,7 +482,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         "  max_steps: null",
         f"  batch_tokens: {choice.measured.batch_tokens}  # padding included; affects memory",
         f"  accumulate: {preset.accumulate}  # batches of an update",
-        *_consistency_lines(training.consistency),
+        *_consistency_lines(choice.measured.consistency),
         f"  optimizer: {preset.optimizer}",
         "  schedule: linear  # the rate falls to 0 at the end of the time",
         f"  lr: {training.lr:.2g}  # lower it if the loss jumps",

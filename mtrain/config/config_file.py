@@ -75,16 +75,11 @@ def save(config: Config, path: Path, with_defaults: bool = True) -> None:
     Raises:
         WriteError: if the config cannot be written.
     """
-    text, name = dump(config, with_defaults), str(path)
+    text, name = dump_tree(config.model_dump(exclude_unset=not with_defaults)), str(path)
     assert from_tree(_parse(text, name), name) == config, f"{path}: must read back"
     head = f"{write_schema_beside(path)}{_WRITTEN_BY}{__version__}\n"
     with whole_file(path) as beside:
         beside.write_text(head + text, encoding="utf-8")
-
-
-def dump(config: Config, with_defaults: bool = True) -> str:
-    """Return `config` as YAML, with or without the defaults."""
-    return dump_tree(config.model_dump(exclude_unset=not with_defaults))
 
 
 def dump_tree(tree: Tree) -> str:

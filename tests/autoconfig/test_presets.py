@@ -49,8 +49,6 @@ def test_the_consistency_loss_is_used_for_pairs_read_200_times_in_full_batches()
     assert not presets.gains_by_consistency(some, 4096)
     assert presets.gains_by_consistency(many, 4096)
     assert not presets.gains_by_consistency(many, 2048)
-    slower = tried(tokens_per_s=4000)._replace(consistency=presets.CONSISTENCY)
-    assert (many.consistency, plan(slower, 1200, 50_000).consistency) == (None, presets.CONSISTENCY)
 
 
 def test_copies_of_a_pair_count_as_more_reads_and_raise_the_dropout():

@@ -109,7 +109,7 @@ def check_load(raw: bytes, overrides: Sequence[str] = ()) -> None:
         except ConfigError as error:
             assert_one_line(error)
             return
-        path.write_text(config_file.dump(config), encoding="utf-8")
+        path.write_text(config_file.dump_tree(config.model_dump()), encoding="utf-8")
         assert config_file.load(path) == config
         assert all(Path("tests", name).parent == Path("tests") for name in config.data.tests)
         assert [entry.name for entry in Path(directory).iterdir()] == ["config.yaml"]
