@@ -64,7 +64,7 @@ def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
         if window is not None:
             after = np.concatenate([following.tgt, edge])[:MAX_OFFSET] if following else edge
             tgt = np.concatenate([before, window.tgt, after])
-            yield PairWindow(window.src, tgt, window.first)
+            yield window._replace(tgt=tgt)
             before = window.tgt[-MAX_OFFSET:]
         window = following
 

@@ -58,13 +58,14 @@ class PairBlock(NamedTuple):
     same_src: Numbers  # likewise, an earlier pair with the same source and another target
     is_held: Flags  # whether a side of the pair is in a held-out corpus, by its key or exactly
     is_held_pair: Flags  # whether the exact pair is in one
+    is_exchanged: Flags | np.bool_ = np.False_  # as in a `PairWindow`
 
 
 @dataclass(frozen=True)
 class CorpusProfile:
     """Statistics of the training pairs, and the limit of the config."""
 
-    ratio: float  # the median of target to source lengths in characters
+    ratio: float  # the median of target to source lengths in characters; 1 / ratio if exchanged
     src_scripts: Flags  # for each kind of character, whether it is a script of the source side
     tgt_scripts: Flags
     max_tokens: int  # of a training pair
@@ -131,7 +132,7 @@ def _both_blank(pairs: PairBlock, profile: CorpusProfile) -> Flags:
 
 
 def _is_far_in_length(pairs: PairBlock, profile: CorpusProfile) -> Flags:
-    expected = pairs.src["chars"] * profile.ratio
+    expected = pairs.src["chars"] * profile.ratio ** np.where(pairs.is_exchanged, -1.0, 1.0)
     most = expected * _FAR_RATIO + _SLACK_CHARS
     least = (expected - _SLACK_CHARS) / _FAR_RATIO
     return ((pairs.tgt["chars"] > most) | (pairs.tgt["chars"] < least)) & _is_whole(pairs)
@@ -362,6 +363,8 @@ def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
     for window in windows:
         is_whole = _is_whole(window)
         ratio = np.log(window.tgt["chars"][is_whole] / window.src["chars"][is_whole])
+        is_exchanged = np.broadcast_to(window.is_exchanged, len(is_whole))[is_whole]
+        ratio = np.where(is_exchanged, -ratio, ratio)
         cells = np.clip((ratio * _RATIO_STEPS).round(), -_NUM_RATIOS, _NUM_RATIOS) + _NUM_RATIOS
         ratios += np.bincount(cells.astype(np.int64), minlength=len(ratios))
         for counts, side in zip(scripts, (window.src, window.tgt), strict=True):

@@ -28,7 +28,7 @@ from mtrain.audit.features import (
     measure,
 )
 from mtrain.audit.rules import PairBlock, Reasons
-from mtrain.config.corpora import TrainText, has_both_directions
+from mtrain.config.corpora import TrainText, exchanged_corpora
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import Reader
 from mtrain.io.atomic import append
@@ -36,7 +36,15 @@ from mtrain.io.lines import Advance, ignore
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 TRAIN, VALID = "train", "valid"
-PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_), ("is_held_pair", np.bool_)])
+PAIR = np.dtype(
+    [
+        ("src", LINE),
+        ("tgt", LINE),
+        ("is_held", np.bool_),
+        ("is_held_pair", np.bool_),
+        ("is_exchanged", np.bool_),
+    ]
+)
 _WINDOW_PAIRS = 1 << 16  # of records that are in memory together
 
 
@@ -100,7 +108,7 @@ class PairRecords:
         first = 0
         with self.path.open("rb") as stream:
             while len(records := np.fromfile(stream, PAIR, _WINDOW_PAIRS)):
-                yield PairWindow(records["src"], records["tgt"], first)
+                yield PairWindow(records["src"], records["tgt"], first, records["is_exchanged"])
                 first += len(records)
 
     def find_repeats(self) -> Repeats:
@@ -116,8 +124,8 @@ class PairRecords:
         if self._repeats is not None:
             same_pair, same_src = (numbers[first : first + count] for numbers in self._repeats)
         src, tgt = records["src"], records["tgt"]
-        is_held, is_held_pair = records["is_held"], records["is_held_pair"]
-        return PairBlock(src, tgt, same_pair, same_src, is_held, is_held_pair)
+        flags = (records[name] for name in ("is_held", "is_held_pair", "is_exchanged"))
+        return PairBlock(src, tgt, same_pair, same_src, *flags)
 
 
 @dataclass
@@ -176,16 +184,18 @@ def _read(
 ) -> None:
     """Read a corpus, write its records, and look up the text of held-out corpora."""
     scan.records.path.touch()
-    both_directions = has_both_directions(scan.corpus, any_use=True)
+    exchanged = exchanged_corpora(scan.corpus)
     tables = [Leaks(held_out_scan.exact, held_out_scan.keys) for held_out_scan in held_out]
     exact_blocks: list[PairHashes] = []
     key_blocks: list[PairHashes] = []
     for block in scan.reader.blocks(advance):
         src, tgt = measure(block.src, features), measure(block.tgt, features)
+        is_exchanged = scan.reader.parts[-1].corpus in exchanged
         if Feature.WORDS in features:
-            classifier.learn(src, tgt)
+            classifier.learn(*((tgt, src) if is_exchanged else (src, tgt)))
             for side in (src, tgt):
-                side.lines["language"] = classifier.scores(side)
+                scores = classifier.scores(side)
+                side.lines["language"] = -scores if is_exchanged else scores
         for side, undecodable in ((src, block.src_bad), (tgt, block.tgt_bad)):
             add_flag(side.lines, LineFlag.UNDECODABLE, undecodable)
             add_flag(side.lines, LineFlag.NO_PAIR, block.faults)
@@ -195,8 +205,9 @@ def _read(
         exact, keys = duplicates.hashes_of(src, tgt)
         records = np.zeros(len(block.src), PAIR)
         records["src"], records["tgt"] = src.lines, tgt.lines
+        records["is_exchanged"] = is_exchanged
         for table in tables:
-            is_held, is_held_pair = table.look_up(exact, keys, block.first, both_directions)
+            is_held, is_held_pair = table.look_up(exact, keys, block.first, bool(exchanged))
             records["is_held"] |= is_held
             records["is_held_pair"] |= is_held_pair
         scan.num_held += int(np.count_nonzero(records["is_held"]))

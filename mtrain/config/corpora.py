@@ -238,18 +238,26 @@ def corpora_of(text: TrainText) -> list[NamedCorpus]:
     return [NamedCorpus(f"data.train[{number}]", corpus) for number, corpus in enumerate(text)]
 
 
-def has_both_directions(text: TrainText, any_use: bool = False) -> bool:
+def has_both_directions(text: TrainText) -> bool:
     """Return whether a mixture has a corpus in both directions, neither of them with `until`.
 
     Corpora with a tag do not count: their sources begin with a token that a translation lacks.
-    With `any_use`, corpora with `until` or a tag count, too.
     """
-    used = [
-        corpus.model_copy(update=dict.fromkeys(KEYS_OF_A_MIXTURE))
-        for _, corpus in corpora_of(text)
-        if any_use or (corpus.until is None and corpus.tag is None)
-    ]
-    return any(_exchanged(corpus) in used for corpus in used)
+    used = [corpus for _, corpus in corpora_of(text) if corpus.until is None and corpus.tag is None]
+    return bool(exchanged_corpora(used))
+
+
+def exchanged_corpora(text: TrainText) -> set[str]:
+    """Return the names of corpora in a mixture that are an earlier one with sides exchanged."""
+    straight: list[Corpus] = []
+    names: set[str] = set()
+    for name, corpus in corpora_of(text):
+        plain = corpus.model_copy(update=dict.fromkeys(KEYS_OF_A_MIXTURE))
+        if _exchanged(plain) in straight or plain in map(_exchanged, straight):
+            names.add(name)
+        else:
+            straight.append(plain)
+    return names
 
 
 def _exchanged(corpus: Corpus) -> Corpus | None:

@@ -18,7 +18,7 @@ from mtrain.audit.rules import RULES
 from mtrain.audit.scan import PairFilter, scan_corpora
 from mtrain.config import config_file
 from mtrain.config.sections import CLEAN, Config
-from mtrain.corpus import dropped
+from mtrain.corpus import dropped, reader
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 
@@ -281,3 +281,36 @@ def test_held_out_text_is_found_in_a_corpus_with_its_sides_exchanged(
         if found.name == "pair-in-train" and found.corpus == "tests.held_out"
     ]
     assert [entry["times"] for entry in leak.examples] == [2, 2]
+
+
+def both_directions(directory: Path, text: Planted, clean: str) -> Config:
+    tree = config_file.load(write_planted(directory, text)).model_dump()
+    train = tree["data"]["train"]
+    tree["data"] |= {"train": [train, {"src": train["tgt"], "tgt": train["src"]}], "clean": [clean]}
+    return config_file.load(write_config(directory / "config.yaml", tree))
+
+
+def test_in_a_corpus_in_both_directions_exactly_the_pairs_with_swapped_lines_are_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "BLOCK_PAIRS", 100)
+    text = Planted(demo_pairs("train", 400), demo_pairs("valid", 12), demo_pairs("test", 12))
+    for number in (9, 349):
+        text.train[number] = Pair(*text.train[number][::-1])
+    config = both_directions(tmp_path, text, "swapped")
+    swapped = [10, 350]
+    assert dropped_lines(config, tmp_path, 800) == {"swapped": swapped + [n + 400 for n in swapped]}
+    audit(config, None, tmp_path, lambda num_bytes: None)
+    lines = found_lines(tmp_path)
+    assert lines["train.swapped"] == swapped * 2
+    assert not {"valid.swapped", "train.strange-script"} & lines.keys()
+
+
+def test_in_a_corpus_in_both_directions_lengths_are_compared_with_the_ratio_of_each_direction(
+    tmp_path: Path,
+) -> None:
+    short, long = "ab " * 10, "abc " * 60
+    text = Planted([Pair(short, long)] * 30, demo_pairs("valid", 12), demo_pairs("test", 12))
+    text.train[7] = Pair(long, short)
+    config = both_directions(tmp_path, text, "length-ratio")
+    assert dropped_lines(config, tmp_path, 60) == {"length-ratio": [8, 38]}
