@@ -19,7 +19,7 @@ import numpy as np
 
 from mtrain.audit import misalignment, rules
 from mtrain.audit.duplicates import Numbers
-from mtrain.audit.features import Ints
+from mtrain.audit.features import Flags, Ints
 from mtrain.audit.report import NUM_EXAMPLES, AuditFinding, AuditReport, CorpusSummary, Entry
 from mtrain.audit.rules import RULES, CorpusProfile, Rule, Severity, SideName, Sides
 from mtrain.audit.scan import TRAIN, Scan, corpora, scan_corpora
@@ -142,10 +142,10 @@ def _corpus_field(part: FilePair) -> Entry:
     return {} if part.corpus is None else {"corpus": part.corpus}
 
 
-def _place(reader: Reader, pair: int, side: SideName = SideName.SRC) -> Entry:
-    """Return the file of a side, the source but for TGT, and the line of a pair."""
+def _place(reader: Reader, pair: int, is_tgt: bool = False) -> Entry:
+    """Return the file of one side, and the line, of a pair."""
     part = reader.part_of(pair)
-    file = part.tgt if side == SideName.TGT else part.src
+    file = part.tgt if is_tgt else part.src
     return {"file": file.path, "line": part.line_of(pair)} | _corpus_field(part)
 
 
@@ -234,6 +234,7 @@ class _Leak(NamedTuple):
     times: Numbers  # for each held-out pair, how often
     exact_times: Numbers  # how often with the same case and punctuation
     first: Ints  # the pair of the first occurrence
+    is_exchanged: Flags  # whether the sides of that pair are exchanged
 
     @property
     def name(self) -> str:
@@ -242,8 +243,9 @@ class _Leak(NamedTuple):
 
     def details(self, pair: int) -> Entry:
         """Return further fields of a pair's entry."""
+        is_tgt = (self.side == SideName.TGT) != bool(self.is_exchanged[pair])
         return {
-            "first": _place(self.other.reader, int(self.first[pair]), self.side),
+            "first": _place(self.other.reader, int(self.first[pair]), is_tgt),
             "times": int(self.times[pair]),
             "exact_times": int(self.exact_times[pair]),
         }
@@ -257,7 +259,7 @@ def _leaks(scan: Scan) -> Iterator[_Leak]:
         for kind, side, of_side in (("source", SideName.SRC, src), ("target", SideName.TGT, tgt)):
             times = of_side[0] - pair[0]
             exact_times = np.minimum(of_side[1] - pair[1], times)
-            yield _Leak(kind, side, other, times, exact_times, of_side[2])
+            yield _Leak(kind, side, other, times, exact_times, *of_side[2:])
 
 
 def _leak_finding(

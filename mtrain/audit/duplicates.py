@@ -107,39 +107,45 @@ class Leaks:
         With `both_directions`, also in the pairs with their sides exchanged. Returns which pairs
         have a held-out side, and which are exactly a held-out pair.
         """
+        is_held, is_held_pair = self._look_up(exact, keys, first, is_exchanged=False)
         if both_directions:
-            straight = self.look_up(exact, keys, first)
-            exchanged = self.look_up(exact.exchanged(), keys.exchanged(), first)
-            return straight[0] | exchanged[0], straight[1] | exchanged[1]
+            others = self._look_up(exact.exchanged(), keys.exchanged(), first, is_exchanged=True)
+            is_held, is_held_pair = is_held | others[0], is_held_pair | others[1]
+        return is_held, is_held_pair
+
+    def _look_up(
+        self, exact: PairHashes, keys: PairHashes, first: int, is_exchanged: bool
+    ) -> tuple[Flags, Flags]:
         both = (self._exact, exact), (self._by_key, keys)
         is_held_pair, is_key_pair = (
-            tables[2].look_up(hashes.pair, first, np.zeros(len(hashes.pair), bool))
+            tables[2].look_up(hashes.pair, first, np.zeros(len(hashes.pair), bool), is_exchanged)
             for tables, hashes in both
         )
         is_held: Flags = np.logical_or.reduce(
             [
-                table.look_up(hashes, first, is_held_pair | is_key_pair)
+                table.look_up(hashes, first, is_held_pair | is_key_pair, is_exchanged)
                 for tables, block in both
                 for table, hashes in zip(tables[:2], block[:2], strict=True)
             ]
         )
         return is_held, is_held_pair
 
-    def occurrences(self) -> list[tuple[Numbers, Numbers, Ints]]:
-        """Return (times, exact_times, first) of the sources, of the targets and of the pairs.
+    def occurrences(self) -> list[tuple[Numbers, Numbers, Ints, Flags]]:
+        """Return (times, exact_times, first, is_exchanged) of sources, of targets and of pairs.
 
         Each array has an entry per held-out pair: the number of occurrences, of those with the same
-        case and punctuation, and the pair of the first occurrence; -1 if there is none. The first
-        of a side is, if possible, in another pair, and that of any, if possible, an exact one.
+        case and punctuation, the pair of the first occurrence, -1 if there is none, and whether its
+        sides were exchanged for the search. The first of a side is, if possible, in another pair,
+        and that of any, if possible, an exact one.
         """
         occurrences = []
         for exact, by_key in zip(self._exact, self._by_key, strict=True):
-            exact_times, exact_first, is_exact_other = exact.hits()
-            key_times, key_first, is_key_other = by_key.hits()
+            exact_times, is_exact_other, *exact_first = exact.hits()
+            key_times, is_key_other, *key_first = by_key.hits()
             times = np.maximum(exact_times, key_times)
             is_exact_first = (exact_times > 0) & (is_exact_other | ~is_key_other)
-            first = np.where(is_exact_first, exact_first, key_first)
-            occurrences.append((times, exact_times, first))
+            first, is_exchanged = np.where(is_exact_first, exact_first, key_first)
+            occurrences.append((times, exact_times, first, is_exchanged > 0))
         return occurrences
 
 
@@ -150,9 +156,10 @@ class _HashTable:
         self._unique, self._group = np.unique(hashes, return_inverse=True)
         self._times = np.zeros(len(self._unique), np.uint32)
         self._first = np.full(len(self._unique), -1, np.int64)
+        self._is_exchanged = np.zeros(len(self._unique), bool)  # whether the sides of that pair are
         self._is_other = np.zeros(len(self._unique), bool)  # whether it is not in a held-out pair
 
-    def look_up(self, hashes: Hashes, first: int, is_held_pair: Flags) -> Flags:
+    def look_up(self, hashes: Hashes, first: int, is_held_pair: Flags, is_exchanged: bool) -> Flags:
         """Count the hashes of pairs from number `first` on; return which are held out.
 
         The first of them is one of those that are not `is_held_pair`, if there are any.
@@ -168,10 +175,12 @@ class _HashTable:
         is_new |= ~self._is_other[slots[rows]] & ~is_held_pair[rows]
         rows = rows[is_new]
         self._first[slots[rows]] = rows + first
+        self._is_exchanged[slots[rows]] = is_exchanged
         self._is_other[slots[rows]] = ~is_held_pair[rows]
         return is_hit
 
-    def hits(self) -> tuple[Numbers, Ints, Flags]:
-        """Return for each held-out line (times, first, is_other); first is -1 if there is none."""
+    def hits(self) -> tuple[Numbers, Flags, Ints, Flags]:
+        """Return for each held-out line (times, is_other, first, is_exchanged); first may be -1."""
         group = self._group
-        return self._times[group], self._first[group], self._is_other[group]
+        first, is_exchanged = self._first[group], self._is_exchanged[group]
+        return self._times[group], self._is_other[group], first, is_exchanged

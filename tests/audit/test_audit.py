@@ -415,6 +415,23 @@ def test_a_leaked_side_is_first_found_in_the_training_file_of_that_side(
         assert entry["first"] == {"file": files[0], "line": line}
 
 
+def test_a_leaked_side_of_an_exchanged_pair_is_first_found_in_the_file_of_the_other_side(
+    tmp_path: Path,
+) -> None:
+    text = clean(300)
+    leaked = text.valid[3]
+    text.train[7] = Pair("Wie anders!", leaked.src)
+    tree = config_file.load(write_planted(tmp_path, text)).model_dump()
+    train = tree["data"]["train"]
+    tree["data"]["train"] = [train, {"src": train["tgt"], "tgt": train["src"]}]
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
+    report = auditing.audit(config, None, tmp_path, lambda num_bytes: None)
+    (finding,) = [found for found in report.findings if found.name == "source-in-train"]
+    (entry,) = finding.examples
+    first = {"file": train["tgt"][0], "line": 8, "corpus": "data.train[0]"}
+    assert (entry["src"], entry["first"]) == (leaked.src, first)
+
+
 def test_copies_of_test_pairs_that_training_keeps_are_counted(cli: Cli, tmp_path: Path) -> None:
     text = clean(600)
     shouted = Pair(text.test[2].src.upper(), text.test[2].tgt.upper())

@@ -80,7 +80,7 @@ def test_leaks_found_by_hashes_equal_those_found_by_direct_comparison(
         ([s for s, _ in train], [t for _, t in train], train),
         strict=True,
     ):
-        times, exact_times, first_pairs = occurrences
+        times, exact_times, first_pairs, _ = occurrences
         assert times.tolist() == [other.count(line) for line in lines]
         assert exact_times.tolist() == times.tolist()
         expected = []
@@ -94,7 +94,7 @@ def test_leaks_found_by_hashes_equal_those_found_by_direct_comparison(
 def test_a_key_match_is_not_counted_as_exact_and_the_first_exact_match_is_preferred() -> None:
     leaks = Leaks(pair_hashes([(1, 1), (2, 2)]), pair_hashes([(3, 3), (4, 4)]))
     leaks.look_up(pair_hashes([(5, 5), (1, 1), (6, 6)]), pair_hashes([(3, 3), (3, 3), (4, 4)]), 7)
-    for times, exact_times, first_pairs in leaks.occurrences():
+    for times, exact_times, first_pairs, _ in leaks.occurrences():
         assert times.tolist() == [2, 1]
         assert exact_times.tolist() == [1, 0]
         assert first_pairs.tolist() == [8, 9]
@@ -109,7 +109,7 @@ def test_a_side_is_first_found_beside_another_one_even_if_that_match_is_not_exac
     exact, keys = [(1, 1), (2, 2)], [(key, key), (1, 3)]
     for number, row in enumerate(order):
         leaks.look_up(pair_hashes([exact[row]]), pair_hashes([keys[row]]), number)
-    (_, _, of_src), _, (_, _, of_pair) = leaks.occurrences()
+    (_, _, of_src, _), _, (_, _, of_pair, _) = leaks.occurrences()
     assert of_src.tolist() == [order.index(key)]
     assert of_pair.tolist() == [order.index(0)]
 
@@ -118,4 +118,4 @@ def test_a_line_with_a_zero_hash_is_never_a_leak() -> None:
     nothing = pair_hashes([(0, 0)])
     leaks = Leaks(nothing, nothing)
     assert leaks.look_up(nothing, nothing, 0)[0].tolist() == [False]
-    assert [times.tolist() for times, _, _ in leaks.occurrences()] == [[0]] * 3
+    assert [times.tolist() for times, *_ in leaks.occurrences()] == [[0]] * 3
