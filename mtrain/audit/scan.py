@@ -28,7 +28,7 @@ from mtrain.audit.features import (
     measure,
 )
 from mtrain.audit.rules import PairBlock, Reasons
-from mtrain.config.corpora import TrainText, exchanged_corpora
+from mtrain.config.corpora import TrainText, corpora_of, exchanged_corpora
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import Reader
 from mtrain.io.atomic import append
@@ -185,12 +185,14 @@ def _read(
     """Read a corpus, write its records, and look up the text of held-out corpora."""
     scan.records.path.touch()
     exchanged = exchanged_corpora(scan.corpus)
+    tagged = {name for name, corpus in corpora_of(scan.corpus) if corpus.tag is not None}
     tables = [Leaks(held_out_scan.exact, held_out_scan.keys) for held_out_scan in held_out]
     exact_blocks: list[PairHashes] = []
     key_blocks: list[PairHashes] = []
     for block in scan.reader.blocks(advance):
         src, tgt = measure(block.src, features), measure(block.tgt, features)
-        is_exchanged = scan.reader.parts[-1].corpus in exchanged
+        corpus_name = scan.reader.parts[-1].corpus
+        is_exchanged = corpus_name in exchanged
         if Feature.WORDS in features:
             classifier.learn(*((tgt, src) if is_exchanged else (src, tgt)))
             for side in (src, tgt):
@@ -201,6 +203,7 @@ def _read(
             add_flag(side.lines, LineFlag.NO_PAIR, block.faults)
         if scan.piece_counts:
             scan.piece_counts[0].add(block.src, src)
+            src.lines["tokens"] += corpus_name in tagged
             scan.piece_counts[1].add(block.tgt, tgt)
         exact, keys = duplicates.hashes_of(src, tgt)
         records = np.zeros(len(block.src), PAIR)

@@ -23,7 +23,7 @@ from mtrain.audit import audit as auditing
 from mtrain.audit import duplicates, scan
 from mtrain.audit.audit import audit
 from mtrain.config import config_file
-from mtrain.corpus import reader
+from mtrain.corpus import dropped, reader
 from mtrain.io.lines import ignore
 from mtrain.run.run_dir import RunDir
 
@@ -578,6 +578,20 @@ def test_a_run_folder_that_holds_only_a_check_can_be_trained_in(cli: Cli, tmp_pa
     assert outcome.code == 0, outcome.err
     assert cli("check", config).code == 0
     assert RunDir(tmp_path / "run").model_path.is_file()
+
+
+def test_the_check_counts_the_tag_of_a_corpus_among_its_tokens_as_training_does(
+    cli: Cli, tmp_path: Path
+) -> None:
+    tree = tiny_tree(tmp_path)
+    tagged = write_corpus(tmp_path, "tagged", [Pair("ba " * count, "ba") for count in range(1, 9)])
+    tree["data"]["train"] = [tree["data"]["train"], {**tagged, "tag": "x"}]
+    tree["data"]["max_tokens"] = 8
+    config = write_config(tmp_path / "config.yaml", tree)
+    assert cli("tokenize", config).code == 0
+    counts = dropped.read_counts(RunDir(tmp_path / "run").data_dir)
+    assert shown(cli, config)["corpora"][0]["num_dropped"] == counts
+    assert counts["max-tokens"] > 0
 
 
 def test_with_a_tokenizer_the_check_also_reports_long_pairs_and_unknown_pieces(
