@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain import __version__
-from mtrain.audit.scan import PairFilter, Scan, scan_corpora
+from mtrain.audit.scan import PAIR, TRAIN, PairFilter, PairRecords, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, SyntheticCorpus, corpora_of, weight_of
 from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, Tree, format_value
 from mtrain.corpus import dropped
@@ -32,7 +32,7 @@ from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
 from mtrain.errors import ConfigError, DataError, RunError, damaged
 from mtrain.io import text_width
-from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
+from mtrain.io.atomic import flush, sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
 from mtrain.run import checkpoint
 from mtrain.run.logger import Console, resumable
@@ -223,6 +223,8 @@ def _scan(
             earlier["settings"]["kept_tokenizer"] = fingerprint  # that process trained it
         is_same = earlier["settings"] == settings and list(marks) == [*files, *revisions]
         is_same = is_same and marks == marks | revisions and not changed_files(_file_marks(marks))
+        num_bytes = PairRecords(work_dir, TRAIN).path.stat().st_size
+        is_same = is_same and num_bytes == sum(sizes.values()) * PAIR.itemsize
     except (OSError, ValueError, TypeError, LookupError, RecursionError, RunError):
         is_same = False
     if is_same:
@@ -253,6 +255,7 @@ def _scan(
     for part in scans[-1].reader.parts:
         counts[part.corpus or "data.train"] += part.num_pairs
     sizes = dict(counts)
+    flush(scans[-1].records.path)
     write_lines(path, [json.dumps({"settings": settings, "marks": marks, "sizes": sizes})])
     return marks, sizes
 
@@ -479,8 +482,10 @@ def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
     return is_prepared(run) and not has_text and all(map(os.path.isfile, paths_of(corpus)))
 
 
-def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
+def _say_leaks(run: RunDir, names: Collection[str], console: Console) -> None:
     """Print how many pairs and sources of some test sets are among the training pairs."""
+    if not names:
+        return
     tokenizer = sentencepiece.load(run.tokenizer_dir)
     pairs_of = {}
     for name in names:

@@ -33,9 +33,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         return
     with _writing(path), _beside(path) as beside:
         yield beside
-        _flush(beside)
+        flush(beside)
         beside.replace(path)
-        _flush(path.parent)
+        flush(path.parent)
 
 
 def is_replaced(path: Path) -> bool:
@@ -92,8 +92,8 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
         beside.mkdir()
         yield beside
         for file in beside.rglob("*"):
-            _flush(file)
-        _flush(beside)
+            flush(file)
+        flush(beside)
         aside = beside.with_suffix(".old")
         if path.is_dir():
             path.replace(aside)
@@ -103,7 +103,7 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
             if aside.is_dir():
                 aside.replace(path)
             raise
-        _flush(path.parent)
+        flush(path.parent)
         _remove(aside)
 
 
@@ -250,7 +250,7 @@ def sha256_if_readable(path: Path) -> str | None:
         return None
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

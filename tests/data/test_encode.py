@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import signal
 from collections import Counter
@@ -140,6 +141,35 @@ def test_resumed_tokenizing_reuses_the_tokenizer_the_scan_and_finished_parts(
     assert len(tables) == 6
     assert [path.stat().st_ino for path in tables[:3]] == stats
     assert not (run / ".tokenizing").exists()
+
+
+def test_records_of_another_size_than_the_scan_noted_are_written_anew(
+    tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    interrupted(monkeypatch, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        make(source, run)
+    os.truncate(run / ".tokenizing" / ".train.records", 1000)
+    said = make(source, run)
+    assert said[-1] == f"{run}: tokenized 197 training pairs"
+    assert not any("resumes" in line for line in said)
+    make(source, tmp_path / "straight")
+    assert contents(run) == contents(tmp_path / "straight")
+
+
+def test_the_records_are_on_disk_before_the_scan_counts_as_done(
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+
+    def note(handle: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", note)
+    make(write_config(tmp_path / "config.yaml", tree), tmp_path / "run")
+    scan_written = next(name for name in flushed if name.startswith(".scan.json."))
+    assert ".train.records" in flushed[: flushed.index(scan_written)]
 
 
 @pytest.mark.parametrize("what", ["text", "clean", "vocab_size", "seed"])

@@ -19,7 +19,7 @@ from mtrain.config import config_file
 from mtrain.corpus import dropped, length_stats, reader
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import FileMark
-from mtrain.data import prepare
+from mtrain.data import loader, prepare
 from mtrain.data.batch import Position
 from mtrain.data.loader import TrainingData
 from mtrain.errors import ConfigError, DataError, RunError, UserError
@@ -399,6 +399,18 @@ def test_test_sets_can_change_without_tokenizing_again_and_leaked_pairs_are_repo
     assert {path.name for path in (run.data_dir / "tests").iterdir()} == {"news.src", "news.tgt"}
     assert not {*gone["src"], *gone["tgt"]} & set(prepare.read_marks(again))
     assert prepare.damaged_files(again) == []
+
+
+def test_removing_a_test_set_reads_no_training_pair(
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make(tmp_path, tree)
+    tree["data"]["tests"].clear()
+    monkeypatch.setattr(loader, "read_ids", lambda *_: pytest.fail("there is nothing to find"))
+    assert make(tmp_path, tree)[1] == [
+        f"{run.path}: test set held_out removed",
+        f"{run.path}: tokenized already",
+    ]
 
 
 def test_an_empty_new_test_set_is_an_error_that_changes_no_file(tmp_path: Path, tree: Tree) -> None:
