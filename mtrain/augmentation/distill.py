@@ -61,7 +61,7 @@ def student_config(
     tree["model"] = model.model_dump()
     for key in (key for key in ModelConfig.model_fields if key in config.model.model_fields_set):
         value, expected = getattr(config.model, key), getattr(teacher.config.model, key)
-        if key in finetune.FREE:
+        if key in finetune.MAY_DIFFER:
             tree["model"][key] = value
         elif value not in (expected, getattr(model, key)):
             raise ConfigError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mtrain.model.transformer import Transformer
     from mtrain.run.logger import RunLog
 
-# keys that the weights do not depend on
-FREE = {"dropout", "attention_dropout", "activation_dropout", "sampling_alpha"}
+# keys that may differ from those of `training.init_from`
+MAY_DIFFER = {"dropout", "attention_dropout", "activation_dropout", "sampling_alpha"}
 
 
 def complete_config(config: Config, name: str) -> Config:
@@ -57,7 +57,7 @@ def complete_config(config: Config, name: str) -> Config:
         explicit = {key: getattr(ours, key) for key in fields if key in ours.model_fields_set}
         for key, value in explicit.items():
             expected = getattr(theirs, key)
-            if key not in FREE and value != expected:
+            if key not in MAY_DIFFER and value != expected:
                 raise ConfigError(
                     f"{name}: `{section}.{key}` must be {expected!r}, as in {init_from}, but is "
                     f"{value!r} instead."

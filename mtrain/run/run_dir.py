@@ -99,7 +99,7 @@ class RunDir:
             wait_s,
         )
 
-    def left_alone(self) -> AbstractContextManager[None]:
+    def locked_if_possible(self) -> AbstractContextManager[None]:
         """Hold the lock of the folder if it has one, and write nothing into it.
 
         Without a lock file, or without the right to write it, there is no lock to hold.
@@ -113,7 +113,7 @@ class RunDir:
     def is_locked(self) -> bool:
         """Tell whether a process is training in the folder; False if the lock cannot be written."""
         try:
-            with self.left_alone():
+            with self.locked_if_possible():
                 return False
         except RunError:
             return True
