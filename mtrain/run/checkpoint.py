@@ -325,12 +325,15 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             damaged[path] = error
             continue
         for damaged_path, reason in damaged.items():
-            warn(f"{reason} The checkpoint before it is taken.")
             number, renamed = 1, damaged_path.with_name(f"damaged-{damaged_path.name}")
             while renamed.exists():
                 number += 1
                 renamed = damaged_path.with_name(f"damaged-{damaged_path.name}-{number}")
             damaged_path.replace(renamed)
+            warn(
+                f"{reason} The checkpoint before it is taken; this one is kept as {renamed.name}, "
+                "and may be deleted."
+            )
         return path
     for reason in damaged.values():
         warn(str(reason))

@@ -53,8 +53,18 @@ def follows_clock(config: Config) -> bool:
 
 def is_finished(config: TrainingConfig, progress: Progress) -> bool:
     """Return whether the budget or the patience (early stopping) is used up."""
-    is_patience_over = progress.num_bad_validations >= config.patience
-    return budget_spent(config, progress) >= 1 or is_patience_over
+    return bool(reached_limits(config, progress))
+
+
+def reached_limits(config: TrainingConfig, progress: Progress) -> list[str]:
+    """Return the keys of `training` whose limits are reached; any of them ends the training."""
+    used = {
+        "max_steps": progress.step,
+        "max_minutes": progress.elapsed_s / 60,
+        "patience": progress.num_bad_validations,
+    }
+    limits = {key: getattr(config, key) for key in used}
+    return [key for key, limit in limits.items() if limit is not None and used[key] >= limit]
 
 
 def format_stopping_rule(config: TrainingConfig) -> str:

@@ -48,6 +48,7 @@ from mtrain.training.meters import AsyncScalars, RunningMeter
 from mtrain.training.reporting import TrainingLogger, Validation
 from mtrain.training.schedule import (
     budget_spent,
+    reached_limits,
     follows_clock,
     format_stopping_rule,
     is_finished,
@@ -456,7 +457,9 @@ class Trainer:
             self.log.say(
                 f"{self.run_dir.path}: finished at step {step:,} "
                 f"(training ends {format_stopping_rule(self.settings)}); to go on, raise "
-                "`training.max_steps`, `training.max_minutes` or `training.patience`"
+                + " and ".join(
+                    f"`training.{key}`" for key in reached_limits(self.settings, progress)
+                )
             )
             if self.process_group.is_first:
                 self._change_finished_run()

@@ -594,8 +594,7 @@ def test_training_a_finished_run_again_leaves_it_unchanged(
     assert outcome.err.splitlines() == [
         f"{run.path}: tokenized already",
         f"{run.path}: finished at step 12 (training ends after 12 updates, or after 10 validations "
-        "without improvement); to go on, raise `training.max_steps`, `training.max_minutes` or "
-        "`training.patience`",
+        "without improvement); to go on, raise `training.max_steps`",
     ]
     after = contents(run)
     assert after.keys() == before.keys()
@@ -750,7 +749,7 @@ def test_a_run_stopped_by_patience_names_the_key_that_lets_it_resume(
     capsys.readouterr()
     train(source, *settings, "training.patience=1", "training.max_steps=60", run=run)
     assert "finished at step 4 " in (said := capsys.readouterr().err)
-    assert "`training.patience`" in said
+    assert "to go on, raise `training.patience`\n" in said
     assert metrics(RunDir(Path(run)))[-1]["step"] == 4
     train(source, *settings, "training.patience=2", run=run)
     assert metrics(RunDir(Path(run)))[-1]["step"] == 6
@@ -1158,7 +1157,10 @@ def test_a_damaged_checkpoint_is_named_and_training_resumes_from_the_one_before(
         part if part != "checkpoint.json" or damage != "flipped" else ""
     )  # it may be reported as a wrong checksum of another file
     assert f"{newest / named}" in said
-    assert "The checkpoint before it is taken." in said
+    assert (
+        "The checkpoint before it is taken; this one is kept as damaged-step-00000012, and may be "
+        "deleted."
+    ) in said
     assert f"resuming from {run.checkpoints_dir / 'step-00000008'}" in said
     assert weights(run) == weights(straight)
     assert timeless(run) == timeless(straight)
