@@ -1439,11 +1439,12 @@ CHECKPOINTS = [
         "",
         "damaged_checkpoint_is_left_out",
     ),
-    manager(
+    Mutation(
         "checkpoints of another model are accepted",
-        " and config.model != old.model:",
-        " and config.model is None:",
-        "changed_model_config_is_refused",
+        "mtrain/data/prepare.py",
+        "if value != getattr(old.model, key) and",
+        "if value is None and",
+        "tests/training/test_trainer.py -k changed_model_config_is_refused",
     ),
     manager(
         "final weights of fewer steps count as those of more",

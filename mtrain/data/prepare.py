@@ -77,6 +77,8 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         return
     if run.config_path.is_file():
         update_tests(config, run, console)
+    else:
+        run.save_config(config)
     _check_same_files(run, console)
     run.remove_unfinished()
     console.say(f"{run.path}: tokenized already")
@@ -535,7 +537,7 @@ def _check_same_files(run: RunDir, console: Console) -> None:
 
 
 def check_same_data(config: Config, run: RunDir) -> None:
-    """Raise RunError if a run folder was tokenized with other settings."""
+    """Raise RunError if a run folder was tokenized, or has checkpoints, with other settings."""
     if not run.config_path.is_file():
         return
     old = run.config
@@ -560,6 +562,12 @@ def check_same_data(config: Config, run: RunDir) -> None:
             raise RunError(
                 f"{run.path}: was tokenized with another `{key}` section; choose another --run, "
                 "or delete this run folder."
+            )
+    for key, value in config.model:
+        if value != getattr(old.model, key) and checkpoint.steps(run.checkpoints_dir):
+            raise RunError(
+                f"{run.path}: its checkpoints have another `model.{key}` "
+                f"({getattr(old.model, key)!r}); choose another --run, or delete this run folder."
             )
 
 

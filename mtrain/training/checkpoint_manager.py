@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mtrain.config.sections import Config, TrainingConfig
+from mtrain.config.sections import TrainingConfig
 from mtrain.errors import RunError, WriteError
 from mtrain.io.atomic import sweep
 from mtrain.io.text_width import count
@@ -39,6 +39,7 @@ class CheckpointManager:
         step = -1
         if self.process_group.is_first:
             sweep(self.directory / "step-*")  # temporary files of killed saves
+            sweep(self.run.model_path)
             if path := checkpoint.newest_whole(self.directory, self.log.say):
                 step = checkpoint.load_progress(path).step
         step = int(self.process_group.broadcast_float(step))
@@ -138,20 +139,4 @@ def check_unfinished(run: RunDir) -> None:
         raise RunError(
             f"{run.path}: holds a finished model, but no checkpoint to go on from; take another "
             f"--run, or delete {run.model_path} to train from the beginning."
-        )
-
-
-def check_model_config(config: Config, run: RunDir) -> None:
-    """Refuse to resume from checkpoints of a different architecture.
-
-    Raises:
-        RunError: if `model` differs from the config saved in the run folder.
-    """
-    old = run.config
-    if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:
-        changed = [key for key, value in config.model if value != getattr(old.model, key)]
-        raise RunError(
-            f"{run.path}: its checkpoints have another `model.{changed[0]}` "
-            f"({getattr(old.model, changed[0])!r}); choose another --run, or delete this run "
-            "folder."
         )

@@ -36,11 +36,7 @@ from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.signals import STOPPING, Signals, Stopped
 from mtrain.runtime.threads import read_ahead
 from mtrain.tokenizer import sentencepiece
-from mtrain.training.checkpoint_manager import (
-    CheckpointManager,
-    check_model_config,
-    check_unfinished,
-)
+from mtrain.training.checkpoint_manager import CheckpointManager, check_unfinished
 from mtrain.training.compilation import compile_layers, device_of, uncompiled
 from mtrain.training.gradients import Gradients
 from mtrain.training.loss import LossSum
@@ -48,11 +44,11 @@ from mtrain.training.meters import AsyncScalars, RunningMeter
 from mtrain.training.reporting import TrainingLogger, Validation
 from mtrain.training.schedule import (
     budget_spent,
-    reached_limits,
     follows_clock,
     format_stopping_rule,
     is_finished,
     learning_rate,
+    reached_limits,
 )
 from mtrain.training.training_state import (
     TrainingState,
@@ -100,7 +96,6 @@ def train(
     _check_shared(run, process_group)
     if process_group.is_first:
         check_unfinished(run)
-        check_model_config(config, run)
     lock = run.locked() if process_group.is_first else nullcontext()
     if not process_group.is_first:
         log = RunLog(None, console=None, has_bar=False)
