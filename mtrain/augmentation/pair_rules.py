@@ -15,7 +15,7 @@ from mtrain.audit.duplicates import Leaks
 from mtrain.audit.features import Feature, measure
 from mtrain.audit.rules import PairBlock, Reasons
 from mtrain.audit.scan import scan_corpora
-from mtrain.config.corpora import TrainText, has_both_directions
+from mtrain.config.corpora import TrainText, exchanged_corpora
 from mtrain.config.sections import DataConfig
 
 # Flags of translations, and rules of the audit, that drop a pair.
@@ -52,7 +52,7 @@ class PairRules:
         self._rules = rules.dropping_rules(RULES)
         self._profile = rules.learn(train.records.windows(), data.max_tokens)
         self._held_out = [Leaks(scan.exact, scan.keys) for scan in held_out]
-        self._both_directions = has_both_directions(real, any_use=True)
+        self._both_directions = bool(exchanged_corpora(real))
         for scan in (*held_out, train):
             scan.records.path.unlink()
         features = reduce(or_, (rule.features for rule in self._rules), Feature.NONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import shutil
@@ -174,9 +175,10 @@ def _remove(path: Path) -> None:
 def sweep(path: Path) -> None:
     """Delete what killed processes left beside `path`; rename back what `whole_dir` put aside.
 
-    The caller holds the lock of the folder. The name of `path` may be a glob pattern.
+    The caller holds the lock of the folder. A "*" in the name of `path` matches any text.
     """
-    beside = f".{path.name}.{'[0-9a-f]' * 8}"
+    name = glob.escape(path.name).replace("[*]", "*")
+    beside = f".{name}.{'[0-9a-f]' * 8}"
     for aside in path.parent.glob(f"{beside}.old"):
         replaced = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
         if not replaced.exists():

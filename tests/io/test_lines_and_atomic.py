@@ -349,6 +349,15 @@ def test_a_sweep_keeps_temporary_files_of_other_outputs_and_of_users(here: Path)
     assert left(here) == kept
 
 
+def test_brackets_in_the_name_of_a_folder_are_no_pattern_for_what_killed_processes_left(
+    here: Path,
+) -> None:
+    Path(".out[1].0123abcd.tmp").mkdir()
+    Path(".out1.0123abcd.tmp").mkdir()
+    atomic.sweep(Path("out[1]"))
+    assert left(here) == [".out1.0123abcd.tmp"]
+
+
 def replaced_and_killed(directory: Path, kill_at: int) -> None:
     num_calls = kill_at_call(("fsync", "replace", "rmdir", "unlink", "mkdir"), kill_at)
     with atomic.whole_dir(directory / "d") as beside:
