@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mtrain import __version__
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
@@ -26,6 +27,7 @@ from mtrain.errors import RunError, WriteError
 from mtrain.evaluation.metrics import bleu, noise_bleu, tokenizer_note
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
+from mtrain.ops import native
 from mtrain.run import checkpoint, finetune
 from mtrain.run.checkpoint import Environment, FinalWeightsInfo
 from mtrain.run.load_model import build_model, set_weights
@@ -50,12 +52,7 @@ from mtrain.training.schedule import (
     learning_rate,
     reached_limits,
 )
-from mtrain.training.training_state import (
-    TrainingState,
-    current_environment,
-    random_state,
-    set_random_state,
-)
+from mtrain.training.training_state import TrainingState, random_state, set_random_state
 from mtrain.training.validation import ValidationSet
 
 if TYPE_CHECKING:
@@ -174,9 +171,6 @@ class Trainer:
             greedy,
             self.device,
             process_group=self.sharded.process_group if self.sharded else process_group,
-        )
-        self.environment = current_environment(
-            self.device, self.compute_dtype, self.gradients.workers.count, process_group.size
         )
         self.signals, self.clock = Signals(), time.monotonic()
         self.agreed_signal = 0  # the signal number that any rank has received, or 0
@@ -482,9 +476,19 @@ class Trainer:
 
     def current_environment(self) -> Environment:
         """Return all that bit-identical training depends on besides config and data."""
+        cpu = f"{device.processor()}, {torch.backends.cpu.get_cpu_capability()}"
         size = self.gradients.oom_size
-        batches = "whole" if size == math.inf else f"halved from {size:,.0f} tokens"
-        return self.environment._replace(batches=batches)
+        return Environment(
+            __version__,
+            torch.__version__,
+            self.device.type,
+            torch.cuda.get_device_name() if self.device.type == "cuda" else cpu,
+            str(self.compute_dtype).removeprefix("torch."),
+            self.gradients.workers.count,
+            native.name(),
+            "whole" if size == math.inf else f"halved from {size:,.0f} tokens",
+            self.process_group.size,
+        )
 
     def log_header(self) -> None:
         """Log model, data, device and duration, and write the config into the run folder."""

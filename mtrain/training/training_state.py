@@ -8,15 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrain import __version__
 from mtrain.config.sections import TrainingConfig
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
-from mtrain.ops import native
 from mtrain.run import checkpoint
-from mtrain.run.checkpoint import Checkpoint, Environment, Progress, Weights
+from mtrain.run.checkpoint import Checkpoint, Progress, Weights
 from mtrain.run.load_model import set_weights
-from mtrain.runtime.device import processor
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.training.gradients import GradScaler
 from mtrain.training.meters import RunningMeter
@@ -159,21 +156,3 @@ def set_random_state(tensors: Weights) -> None:
     torch.set_rng_state(tensors["random.cpu"])
     if "random.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["random.cuda"])
-
-
-def current_environment(
-    device: torch.device, dtype: torch.dtype, num_threads: int, num_ranks: int
-) -> Environment:
-    """Return the software, device and thread counts that bit-identical training depends on."""
-    cpu = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
-    return Environment(
-        __version__,
-        torch.__version__,
-        device.type,
-        torch.cuda.get_device_name() if device.type == "cuda" else cpu,
-        str(dtype).removeprefix("torch."),
-        num_threads,
-        native.name(),
-        "whole",
-        num_ranks,
-    )
