@@ -39,15 +39,6 @@ SAMPLED_WINDOW_PAIRS = 1 << 18  # fewer: sampled ids are in memory, stored ids o
 _PAIRS_READ = 1024
 
 
-def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
-    """Check that all ids of the pairs are in the vocabularies; return the number of pairs.
-
-    Raises:
-        RunError: if a file is missing or damaged, or an id is not in the vocabulary.
-    """
-    return sum(len(table) for table in ShardSet(directory, tokenizer).all())
-
-
 def read_ids(
     directory: Path, tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TokenIds], list[TokenIds]]]:

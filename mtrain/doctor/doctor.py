@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, TypeVar
 from mtrain.config.sections import Config
 from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
-from mtrain.data import loader, prepare
+from mtrain.data import prepare
+from mtrain.data.arrow_shards import ShardSet
 from mtrain.decode import shortlist
 from mtrain.decode.translator import EncodedSource, load
 from mtrain.doctor import replay
@@ -135,7 +136,7 @@ class _RunChecker:
         num_pairs = 0
         if not problems:
             config, tokenizer = _needed(self.config, "config"), _needed(self.tokenizer, "tokenizer")
-            num_pairs = loader.check_pairs(self.run.data_dir, tokenizer)
+            num_pairs = sum(map(len, ShardSet(self.run.data_dir, tokenizer).all()))
             checks: list[Callable[[], object]] = [
                 partial(dropped.check, self.run.data_dir),
                 partial(prepare.read_valid, self.run),
