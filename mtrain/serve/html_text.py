@@ -56,6 +56,7 @@ _NAME = re.compile(r"[a-zA-Z][^\s/>]*")
 _TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
 _FOREIGN = frozenset({"svg", "math"})  # `/>` ends them, unlike the elements of HTML
 _ATTRIBUTE = re.compile(r"([^\s=/>]+)(?:\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]*))?")
+_LONG_ENTITY = re.compile("&#[0-9]{640,};?")  # of more digits than Python may convert
 _SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
 _MAX_DEPTH = 20  # of nested elements; deeper ones are not placed by alignment
 _PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
@@ -236,7 +237,8 @@ class HtmlText:
         for token in _with_skipped(_tokens(text)):
             is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
             if token.kind == "text":
-                unescaped = _SPACES.sub(" ", html.unescape(token.raw))
+                unescaped = html.unescape(_LONG_ENTITY.sub("\ufffd", token.raw))
+                unescaped = _SPACES.sub(" ", unescaped)
                 block.pieces.append(_BlockPiece(token.raw, unescaped))
             elif not is_inline:
                 block = self._next_block(block)

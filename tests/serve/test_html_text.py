@@ -45,6 +45,7 @@ def backwards(words: Words) -> Words:
         ('<a href="x>y">one</a> two', '<a href="x>y">ONE</a> TWO'),
         ("<p>a &lt; b &amp; c</p>", "<p>A &lt; B &amp; C</p>"),
         ("<p>caf&eacute;&nbsp;au lait</p>", "<p>CAFÉ AU LAIT</p>"),
+        (f"<p>one &#{'9' * 4301}; two</p>", "<p>ONE \ufffd TWO</p>"),
         ("<p>\n  one\n  two\n</p>", "<p> ONE TWO </p>"),
         ("<p>&nbsp;</p><p>12 &copy;</p>", "<p>&nbsp;</p><p>12 &copy;</p>"),
         ("one <code>x = y</code> two", "ONE <code>x = y</code> TWO"),
@@ -168,6 +169,7 @@ PIECES = [
     *("<code>", "</code>", "<script>", "</script>", "<!-- c -->", "<!--", "-->", "<", ">", "&lt;"),
     *("&amp;", "&nbsp;", "&#0;", "&", " ", "\n", "one", "two.", "é", "日本", "<3", '"', "'", "="),
     *("<b translate=no>", "</", "<!", "<?x?>", "<a title='", "\x00", "\ufffd", "</script"),
+    "&#" + "1" * 5000,
 ]
 
 
