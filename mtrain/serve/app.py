@@ -158,6 +158,7 @@ class Server:
             },
             "maxTexts": settings.max_texts,
             "maxAlternatives": translations.max_alternatives,
+            "detectedLanguages": translations.detector.detected,
         }
 
     async def _show_metrics(self, request: Request) -> Response:

@@ -107,6 +107,8 @@ def read_translation(
         raise invalid("prefix is not available with CTranslate2")
     if source != AUTO:
         translations.route(source, target)  # before it waits for a thread
+    elif translations.needs_source(target):
+        raise invalid("the source language cannot be detected; name it instead of auto")
     return request
 
 

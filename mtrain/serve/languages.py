@@ -35,8 +35,11 @@ class Detected(NamedTuple):
 class LanguageDetector:
     """Detects which of several languages a text is in; thread-safe.
 
+    Attributes:
+        detected: the languages that py3langid supports; others are never detected.
+
     Args:
-        codes: the languages; those that py3langid does not support are never detected.
+        codes: the languages.
     """
 
     def __init__(self, codes: Sequence[str]) -> None:
@@ -52,6 +55,7 @@ class LanguageDetector:
             }
             for label in candidates & set(self._identifier.labels):
                 self._code_of.setdefault(label, code)
+        self.detected = [code for code in codes if code in self._code_of.values()]
         if self._code_of:
             self._identifier.set_languages(sorted(self._code_of))
 

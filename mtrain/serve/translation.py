@@ -159,6 +159,11 @@ class Translations:
             replace(results[row], detected=detected.get(row)) for row in range(len(request.texts))
         ]
 
+    def needs_source(self, target: str) -> bool:
+        """Tell whether `auto` is no source: none that can be translated to it can be detected."""
+        codes = [code for code in self.sources if code != target and target in self.targets(code)]
+        return bool(codes) and not set(codes) & set(self.detector.detected)
+
     def _detect(self, text: str, target: str) -> Detected:
         """Return the likeliest language that can be translated to the target, or is it."""
         ranked = self.detector.rank(text, len(self.languages))

@@ -178,6 +178,23 @@ def test_detection_prefers_languages_that_can_be_translated_to_the_target(
         assert (answer.status, answer.tree) == (400, {"error": text})
 
 
+def test_auto_is_refused_where_no_source_language_can_be_detected(
+    pair_models: list[mtrain.Model], trained: RunDir, tmp_path: Path
+) -> None:
+    """py3langid knows no Upper Sorbian; all text would be detected as the target language."""
+    sorbian = mtrain.load(with_languages(trained, tmp_path / "run", "hsb", "de"), beam=3)
+    fields = {"q": TEXT, "source": "auto", "target": "de"}
+    with running([sorbian]) as client:
+        answer = client.post("/translate", fields)
+        text = "Invalid request: the source language cannot be detected; name it instead of auto"
+        assert (answer.status, answer.tree) == (400, {"error": text})
+        assert client.post("/translate", fields | {"source": "hsb"}).status == 200
+        assert client.get("/frontend/settings").tree["detectedLanguages"] == ["de"]
+    with running([sorbian, pair_models[0]]) as client:
+        tree = client.post("/translate", fields | {"q": "The old farmer is tired."}).tree
+        assert tree["detectedLanguage"]["language"] == "en"
+
+
 def test_text_without_letters_is_detected_with_confidence_zero(client: Client) -> None:
     answer = client.post("/translate", {"q": "😂 😅", "source": "auto", "target": "de"})
     assert answer.tree == {
@@ -300,6 +317,7 @@ def test_frontend_settings_have_the_fields_and_limits_that_clients_read(client: 
         },
         "maxTexts": 100,
         "maxAlternatives": 2,
+        "detectedLanguages": ["en", "de", "fr"],
     }
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from browsing import SIZES, launched, watched_page
-from serving import Client, running
+from serving import Client, running, with_languages
 
 import mtrain
+from mtrain.run.run_dir import RunDir
 from mtrain.serve.settings import ServerSettings
 
 TEXT = "ba ce di"
@@ -95,13 +96,21 @@ def test_swap_is_disabled_without_a_reverse_run_and_the_detected_language_is_sho
     )
 
 
+def test_a_language_that_cannot_be_detected_is_not_offered_for_detection(
+    browser: Any, trained: RunDir, tmp_path: Path
+) -> None:
+    sorbian = mtrain.load(with_languages(trained, tmp_path / "run", "hsb", "de"))
+    with running([sorbian]) as client:
+        for page in opened(browser, client, 1280, "light"):
+            assert page.locator("#source-language option").all_inner_texts() == ["hsb"]
+            assert page.locator("#target-language option").all_inner_texts() == ["German"]
+
+
 @pytest.fixture
 def both_ways(
-    browser: Any, pair_models: list[mtrain.Model], trained: Any, tmp_path: Path
+    browser: Any, pair_models: list[mtrain.Model], trained: RunDir, tmp_path: Path
 ) -> Iterator[Any]:
     """The page of a server with runs of both directions."""
-    from serving import with_languages
-
     back = mtrain.load(with_languages(trained, tmp_path / "run", "de", "en"), beam=3)
     with running([pair_models[0], back], ServerSettings(port=0)) as client:
         yield from opened(browser, client, 1280, "light")

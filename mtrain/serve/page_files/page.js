@@ -65,7 +65,7 @@ function names(codes) {
 }
 
 function targetsOf(code) {
-  if (code === "auto") return [...new Set(languages.flatMap((one) => targetsOf(one.code)))];
+  if (code === "auto") return [...new Set(settings.detectedLanguages.flatMap(targetsOf))];
   return (languages.find((one) => one.code === code)?.targets || []).filter((one) => one !== code);
 }
 
@@ -382,7 +382,8 @@ async function start() {
   }
   $("key-form").hidden = !settings.keyRequired;
   const sources = languages.filter((one) => targetsOf(one.code).length).map((one) => one.code);
-  fill(from, [["auto", "Detect the language"], ...names(sources)], remembered("from") || settings.language.source.code);
+  const auto = targetsOf("auto").length ? [["auto", "Detect the language"]] : [];
+  fill(from, [...auto, ...names(sources)], remembered("from") || settings.language.source.code);
   fillTargets(remembered("to") || settings.language.target.code);
   listen();
   noteText();
