@@ -116,6 +116,16 @@ def both_ways(
         yield from opened(browser, client, 1280, "light")
 
 
+def test_flags_that_ask_for_no_check_are_not_shown(page: Any) -> None:
+    """A line that was split, or retried because of a loop."""
+    for flags, text in (
+        (["split", "retried"], ""),
+        (["copy", "split"], "Check the translation: a line is a copy of the text."),
+    ):
+        code = "flags => { sayHow({ details: [{ flags }] }); return $('message').textContent; }"
+        assert page.evaluate(code, flags) == text
+
+
 def languages(page: Any) -> list[str]:
     return [page.input_value(f"#{name}-language") for name in ("source", "target")]
 
@@ -216,6 +226,41 @@ def test_a_file_is_translated_to_the_language_chosen_when_it_was_opened(
     page.wait_for_selector("#download:not([hidden])")
     assert page.evaluate("pairs") == ["en de", "en de"]
     assert page.get_attribute("#download", "download") == "text.de.txt"
+
+
+BUSY = """most => {
+    const original = fetch;
+    const soon = { status: 503, headers: { "Retry-After": "0.01" } };
+    window.sizes = [];
+    window.fetch = async (path, options) => {
+        sizes.push(JSON.parse(options.body).q.length);
+        return sizes.at(-1) > most ? new Response("{}", soon) : original(path, options);
+    };
+}"""
+
+
+def test_lines_of_a_file_that_take_too_long_together_are_sent_in_smaller_batches(
+    page: Any, tmp_path: Path
+) -> None:
+    page.evaluate(BUSY, 2)
+    (tmp_path / "text.txt").write_text("ba\nce\ndi\nfo\ngu\n", encoding="utf-8")
+    page.set_input_files("#file", tmp_path / "text.txt")
+    page.wait_for_selector("#download:not([hidden])")
+    assert page.evaluate("sizes") == [5, 3, 2, 3, 2, 1]
+    with page.expect_download() as download:
+        page.click("#download")
+    assert Path(download.value.path()).read_text("utf-8") == "ba\nce\ndi\nfo\ngu\n"
+
+
+def test_the_progress_of_a_file_is_not_shown_for_the_next_one(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("fo gu\n", encoding="utf-8")
+    page.set_input_files("#file", tmp_path / "text.txt")
+    page.wait_for_selector("#download:not([hidden])")
+    page.evaluate("() => { window.fetch = () => new Promise(() => {}); }")
+    page.set_input_files("#file", tmp_path / "text.txt")
+    page.wait_for_selector("#download", state="hidden")
+    assert page.inner_text("#job-status") == ""
+    assert page.evaluate("document.getElementById('progress').value") == 0
 
 
 DROP = """isFile => {

@@ -143,7 +143,7 @@ function sayHow(tree) {
     empty: "a line is empty", copy: "a line is a copy of the text",
     unknown: "some characters are unknown to the model", truncated: "the text was cut off",
   };
-  const odd = [...flags].map((flag) => texts[flag] || flag);
+  const odd = [...flags].map((flag) => texts[flag]).filter(Boolean); // not split and retried
   if (odd.length) said.push(`Check the translation: ${odd.join(", ")}.`);
   say(said.join(" "));
   fillTargets(to.value);
@@ -264,7 +264,9 @@ async function translateFile(file) {
   $("download").hidden = true;
   $("cancel").textContent = "Stop";
   $("job-title").textContent = file.name;
+  $("progress").value = 0;
   const status = (text) => { $("job-status").textContent = text; };
+  status("");
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     const lines = text.split("\n").map((line) => line.replace(/\r$/, ""));
@@ -307,12 +309,13 @@ function nextBatch(lines, first) {
 }
 
 async function askPatiently(batch, pair, signal) {
-  const fields = { q: batch, ...pair };
   for (let tries = 0; ; tries++) {
     try {
-      return await ask("translate", fields, signal);
+      return await ask("translate", { q: batch, ...pair }, signal);
     } catch (error) {
       if (![429, 503].includes(error.status) || tries >= 20) throw error;
+      // together the lines may take longer than the server allows
+      if (error.status === 503) batch = batch.slice(0, Math.ceil(batch.length / 2));
       await new Promise((resolve) => setTimeout(resolve, 1000 * error.waitS));
       signal.throwIfAborted();
     }
