@@ -188,10 +188,11 @@ class Server:
         """Call `work` in a thread; None if the client disconnects, which sets the event of `work`.
 
         Raises:
-            HTTPException: if all threads are busy, or it takes too long.
+            HTTPException: if all threads are busy, none can be started, or it takes too long.
         """
+        busy = HTTPException(503, "Server is busy: try again in a second", _RETRY_SOON)
         if self._num_running >= self._settings.max_requests:
-            raise HTTPException(503, "Server is busy: try again in a second", _RETRY_SOON)
+            raise busy
         cancel = threading.Event()
 
         def call_work() -> T | None:
@@ -200,8 +201,12 @@ class Server:
             except CancelledError:
                 return None
 
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, call_work)
+        except RuntimeError:  # no thread can be started; a running one may still take the work
+            cancel.set()
+            raise busy from None
         self._num_running += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, call_work)
         future.add_done_callback(self._note_end)
         disconnected = asyncio.ensure_future(_wait_until_gone(request))
         try:

@@ -146,6 +146,21 @@ def test_a_translation_that_exceeds_the_timeout_gets_503(pair_models: list[mtrai
     assert answer.headers["retry-after"] == "1"
 
 
+def test_a_translation_for_which_no_thread_can_be_started_gets_503_and_keeps_no_place(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(executor: ThreadPoolExecutor) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with running(pair_models, ServerSettings(port=0, max_requests=1)) as client:
+        monkeypatch.setattr(ThreadPoolExecutor, "_adjust_thread_count", fail)
+        for _ in range(2):
+            answer = client.post("/translate", BODY)
+            assert (answer.status, answer.headers.get("retry-after")) == (503, "1")
+        monkeypatch.undo()
+        assert client.post("/translate", BODY).tree == {"translatedText": BODY["q"]}
+
+
 def test_details_are_written_in_the_thread_of_the_translation(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
