@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 
 from mtrain.config.language_names import name_of
 from mtrain.decode.formats import as_tree
@@ -69,7 +69,7 @@ class Server:
         prefix = settings.url_prefix
         if prefix:
             to_page = Route(prefix, lambda _: RedirectResponse(f"{prefix}/", 308), methods=["GET"])
-            routes = [to_page, Mount(prefix, routes=routes)]
+            routes = [to_page, Mount(prefix, app=Router(routes, redirect_slashes=False))]
         starlette = Starlette(
             routes=routes,
             exception_handlers={

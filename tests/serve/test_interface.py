@@ -414,4 +414,5 @@ def test_paths_are_served_under_the_url_prefix(pair_models: list[mtrain.Model]) 
         assert client.get("/mt/health").tree == {"status": "ok"}
         assert client.get("/health").status == 404
         assert client.get("/mt").headers["location"] == "/mt/"
+        assert client.get("/mt/health/").status == 404  # no redirect, which would name a host
         assert client.get("/mt/").headers["content-type"].startswith("text/html")
