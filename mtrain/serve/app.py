@@ -127,7 +127,9 @@ class Server:
         request.state.num_texts, request.state.num_chars = len(texts), num_chars
         if self._settings.log_text:
             for text, result in zip(texts, results, strict=True):
-                logger.info("%s", json.dumps([text, result.text], ensure_ascii=False))
+                shown = json.dumps([text, result.text], ensure_ascii=False)
+                shown = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in shown)
+                logger.info("%s", shown)
         return response
 
     async def _detect(self, request: Request) -> Response:

@@ -21,6 +21,7 @@ from serving import JSON, Answer, Client, running, with_languages
 from tasks import copy_task
 
 import mtrain
+from mtrain.cli.console import log_on_stderr
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 from mtrain.serve.server import listen
@@ -209,6 +210,17 @@ def test_texts_are_logged_only_with_log_text(trained: RunDir, tmp_path: Path) ->
         assert ("ba" in log) == is_shown
         assert "secret" not in log
         assert "\nGET other 404" in log
+
+
+def test_unprintable_characters_of_logged_texts_are_escaped(
+    pair_models: list[mtrain.Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "ba \x9b2J \u202e \U000e0001 ä"
+    with log_on_stderr(), running(pair_models, ServerSettings(port=0, log_text=True)) as client:
+        assert client.post("/translate", {"q": text, "source": "en", "target": "de"}).status == 200
+    (logged,) = (line for line in capsys.readouterr().err.splitlines() if "[" in line)
+    assert logged.isprintable() and "ä" in logged
+    assert json.loads(logged[logged.index("[") :])[0] == text
 
 
 def refused(cli: Cli, *arguments: str | Path) -> str:
