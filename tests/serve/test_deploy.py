@@ -52,4 +52,5 @@ def test_the_container_starts_an_existing_command_on_its_exposed_port() -> None:
     assert params["port"] == int(re.findall(r"^EXPOSE (\d+)$", CONTAINER, re.MULTILINE)[0])
     (check,) = re.findall("^HEALTHCHECK CMD (.*)$", CONTAINER, re.MULTILINE)
     compile(json.loads(check)[-1], "HEALTHCHECK", "exec")
+    assert "podman build --format docker " in CONTAINER  # else HEALTHCHECK is ignored
     assert "\nUSER 65534" in CONTAINER
