@@ -23,7 +23,7 @@ from mtrain.serve import page
 from mtrain.serve.fields import Fields, read_fields, read_texts, read_translation
 from mtrain.serve.languages import Detected
 from mtrain.serve.metrics import Metrics
-from mtrain.serve.middleware import RequestMiddleware
+from mtrain.serve.middleware import CLIENT_GONE, RequestMiddleware
 from mtrain.serve.rate_limit import RateLimit
 from mtrain.serve.settings import ServerSettings
 from mtrain.serve.spec import openapi
@@ -42,7 +42,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _PAGE_TIMEOUT_MS = 500  # how long LibreTranslate's page waits for more typing
 _RETRY_SOON = {"Retry-After": "1"}  # in seconds
-_CLIENT_GONE = 499  # nginx's status for a client that has disconnected; only the log shows it
 
 
 class _JsonResponse(Response):
@@ -120,7 +119,7 @@ class Server:
 
         translated = await self._in_thread(request, translate)
         if translated is None:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         results, response = translated
         num_chars = sum(map(len, texts))
         self._metrics.add(len(texts), num_chars)

@@ -47,7 +47,7 @@ class Metrics:
             yield f'{name}_sum{{path="{path}"}} {self._seconds[path]:.6f}'
             yield f'{name}_count{{path="{path}"}} {total}'
         name = "mtrain_http_requests_in_flight"
-        yield from (f"# HELP {name} Requests that wait.", f"# TYPE {name} gauge")
+        yield from (f"# HELP {name} Requests that are being answered.", f"# TYPE {name} gauge")
         yield f"{name} {self.num_in_flight}"
         for unit in ("texts", "characters"):
             name = f"mtrain_translated_{unit}_total"

@@ -18,6 +18,7 @@ from mtrain.serve.settings import ServerSettings
 
 logger = logging.getLogger("mtrain")
 
+CLIENT_GONE = 499  # nginx's status for a client that has disconnected; only the log shows it
 _BODY_TIMEOUT_S = 20.0
 _MIN_CONNECTIONS = 64  # that are served, however few requests are
 _OTHER = "other"  # logged instead of a path without a route
@@ -97,6 +98,7 @@ class RequestMiddleware:
             await _closing(error)(scope, receive, send)
             return
         if body is None:
+            await Response(status_code=CLIENT_GONE)(scope, receive, send)
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

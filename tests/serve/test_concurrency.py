@@ -195,6 +195,19 @@ def test_an_internal_error_gets_500_without_its_cause_and_is_logged(
     assert "\nValueError: the cause\n" in err
 
 
+def test_a_client_that_leaves_while_it_sends_its_body_is_counted_as_499(
+    pair_models: list[mtrain.Model],
+) -> None:
+    with running(pair_models) as client:
+        with socket.create_connection((client.host, client.port)) as opened:
+            opened.sendall(b"POST /detect HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nq=")
+            while b"in_flight 2" not in client.get("/metrics").body:
+                pass
+        while b'{path="/detect",status=' not in (body := client.get("/metrics").body):
+            pass
+    assert b'{path="/detect",status="499"}' in body
+
+
 def test_requests_are_counted_by_path_and_status(pair_models: list[mtrain.Model]) -> None:
     with running(pair_models, ANY_PORT) as client:
         client.post("/translate", BODY)
