@@ -135,10 +135,8 @@ class Server:
         fields = await read_fields(request)
         self._check_client(request, fields)
         texts, _ = read_texts(fields, self._settings)
-        detected = await self._in_thread(
-            request, lambda _: self._translations.detector.rank("\n".join(texts))
-        )
-        return _JsonResponse([_detected_tree(language) for language in detected or []])
+        ranked = self._translations.detector.rank("\n".join(texts))
+        return _JsonResponse([_detected_tree(language) for language in ranked])
 
     def _settings_tree(self) -> dict[str, Any]:
         settings, translations = self._settings, self._translations

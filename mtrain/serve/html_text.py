@@ -382,8 +382,7 @@ class _Placement:
 
         With `is_all` it takes the whole span of its parent.
         """
-        size = len(self._src.text)
-        start, end = (min(max(place - self._offset, 0), size) for place in (span.start, span.end))
+        start, end = self._bounds(span)
         words = self._src.within(start, end)
         if is_all:
             placed = (parent.start, parent.end)
@@ -395,7 +394,9 @@ class _Placement:
         result = _TagSpan(bounds[0], bounds[1], span.open_tag, span.close_tag)
         free_from = result.start
         children = [
-            self.place(child, result, bool(words) and self._words_of(child) == words)
+            self.place(
+                child, result, bool(words) and self._src.within(*self._bounds(child)) == words
+            )
             for child in span.children
         ]
         for child in sorted(children, key=lambda each: (each.start, each.end)):
@@ -404,10 +405,11 @@ class _Placement:
             free_from = child.end
         return result
 
-    def _words_of(self, span: _TagSpan) -> range:
+    def _bounds(self, span: _TagSpan) -> tuple[int, int]:
+        """Return where a span begins and ends in the source without outer spaces."""
         size = len(self._src.text)
         start, end = (min(max(place - self._offset, 0), size) for place in (span.start, span.end))
-        return self._src.within(start, end)
+        return start, end
 
     def _place_words(self, words: range, text: str) -> tuple[int, int]:
         targets = [target for word in words for target in self._targets.get(word, ())]
