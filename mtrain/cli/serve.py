@@ -31,20 +31,24 @@ def serve(
     precision: options.PrecisionOption = "auto",
     shortlist: options.ShortlistOption = None,
     engine: options.EngineOption = "mtrain",
-    max_chars: Annotated[int, typer.Option(min=1, help="Characters of a request.")] = 10_000,
-    max_texts: Annotated[int, typer.Option(min=1, help="Texts of a request.")] = 100,
+    max_chars: Annotated[
+        int, typer.Option(min=1, help="Maximum characters of a request.")
+    ] = 10_000,
+    max_texts: Annotated[int, typer.Option(min=1, help="Maximum texts of a request.")] = 100,
     max_requests: Annotated[
         int, typer.Option(min=1, max=4096, help="Translations at the same time; more get 503.")
     ] = 128,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of a translation.")] = 60.0,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 262_144,
-    rate: Annotated[int, typer.Option(min=0, help="Requests a minute; 0 is no limit.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum time, in seconds.")] = 60.0,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a request.")] = 262_144,
+    rate: Annotated[
+        int, typer.Option(min=0, help="Requests a minute of one client; 0 is no limit.")
+    ] = 0,
     api_keys: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A key a line; requests must have one.")
     ] = None,
     trust_proxy: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Its X-Forwarded-For names the client."),
+        typer.Option(metavar="ADDRESS", help="Trust X-Forwarded-For of this reverse proxy."),
     ] = None,
     page: Annotated[bool, typer.Option("--page/--no-page", help="Serve the page.")] = True,
     log_text: Annotated[bool, typer.Option("--log-text", help="Log the texts too.")] = False,
@@ -86,12 +90,7 @@ def serve(
 
     models = [
         api.load(
-            path,
-            beam=beam,
-            device=device,
-            precision=precision,
-            shortlist=shortlist,
-            engine=engine,
+            path, beam=beam, device=device, precision=precision, shortlist=shortlist, engine=engine
         )
         for path in paths
     ]
