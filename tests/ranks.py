@@ -23,6 +23,7 @@ from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch, UpdateBatches
+from mtrain.decode import pipeline
 from mtrain.evaluation import significance
 from mtrain.model.transformer import DecoderLayer, EncoderLayer, Transformer
 from mtrain.run.logger import RunLog
@@ -133,6 +134,15 @@ def with_few_trials(arguments: list[str]) -> None:
     """Do what the command line does, with few trials for p-values."""
     significance.NUM_TRIALS = NUM_TRIALS
     command_line(arguments)
+
+
+def with_closed_stdout(arguments: list[str]) -> None:
+    """Do what the command line does, in blocks of a line, to a pipe that nobody reads."""
+    pipeline.BLOCK_LINES = 1
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+    with_few_trials(arguments)
 
 
 def apart(arguments: list[str], directory: Path) -> None:

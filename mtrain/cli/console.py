@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -127,7 +127,7 @@ def with_prompt(lines: Iterable[str], language: str) -> Iterable[str]:
     return (_prompt(language) + line for line in lines) if sys.stdout.isatty() else lines
 
 
-def read_typed(language: str) -> Iterator[list[str]]:
+def read_typed(language: str) -> Generator[list[str], None, None]:
     """Yield each typed line as a block, and an empty block after it, until Ctrl-D.
 
     Where stdout is the terminal too, the arrow keys edit the line and bring back those before it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -103,7 +104,10 @@ def evaluate(
                 *(loading.products, shortlist, mbr, rerank_with, weight, ensemble),
             )
             lines = _lines(plan, load, json, process_group)
-        console.put(lines, output) if process_group.is_first else list(lines)
+        if process_group.is_first:
+            console.put(lines, output)
+        if process_group.size > 1:  # all ranks go on to the end, even where stdout was closed
+            deque(lines, maxlen=0)
 
 
 def _lines(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,10 @@ def translate(
             texts = stack.enter_context(closing(_formatted(shown, format_, n_best, alignments)))
             is_answer = is_typed and is_text and output is None
             console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
+            if process_group.size > 1:  # if stdout was closed: end the other ranks, too
+                for inputs in (blocks, *([prefixes] if prefixes else [])):
+                    inputs.close()
+                deque(lines, maxlen=0)
 
 
 def _check_samples(
@@ -130,7 +135,7 @@ def _check_num_best(num_best: int, beam: int, is_sampled: bool) -> None:
         )
 
 
-def _read(file: Path | None) -> Iterator[list[str]]:
+def _read(file: Path | None) -> Generator[list[str], None, None]:
     from mtrain.decode.pipeline import BLOCK_LINES
 
     return read_blocks(file, console.warn, BLOCK_LINES)

@@ -10,7 +10,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO, cast
@@ -126,7 +126,7 @@ def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
 
 def read_lines(
     path: Path, advance: Advance = ignore, digest: Digest | None = None
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the lines of a UTF-8 file, plain or gzipped; `advance` and `digest` as in `open_lines`.
 
     Raises:
@@ -176,7 +176,7 @@ def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[s
 
 def read_blocks(
     path: Path | None, warn: Callable[[str], None], max_lines: int
-) -> Iterator[list[str]]:
+) -> Generator[list[str], None, None]:
     """Yield the lines of a file, or of stdin, as `read_forgiving` does, some at a time.
 
     A block ends when it holds `max_lines`, or when no next line arrives within a short time, so

@@ -23,6 +23,7 @@ from ranks import (
     save_gradients,
     short_of_memory,
     stopped,
+    with_closed_stdout,
 )
 from run_folders import step_lines, timeless, weights
 from safetensors.torch import load_file
@@ -466,6 +467,16 @@ def test_translations_are_byte_identical_to_one_process_with_as_many_threads(
     assert ended.codes == [0, 0], ended.err
     assert ended.out[0].encode() == alone.out
     assert (ended.err[0], ended.err[1], ended.out[1]) == (alone.err, "", "")
+
+
+@pytest.mark.parametrize("options", [[], ["--prefix", "{text}"]], ids=str)
+def test_all_ranks_of_a_translation_end_where_stdout_is_closed(
+    trained: RunDir, text: Path, ranks: Ranks, options: list[str]
+) -> None:
+    options = [option.format(text=text) for option in options]
+    arguments = ["translate", str(trained.path), str(text), *options]
+    ended = ranks.ended(ranks.start(2, with_closed_stdout, arguments), patience_s=30)
+    assert ended.codes == [0, 0], ended.err
 
 
 @contextlib.contextmanager

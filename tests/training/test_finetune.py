@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import Cli
 from fork_server import needs_fork_server
-from ranks import NUM_TRIALS, Ranks, ranks, with_few_trials
+from ranks import NUM_TRIALS, Ranks, ranks, with_closed_stdout, with_few_trials
 from run_folders import step_lines
 from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config, write_corpus
 
@@ -470,6 +470,8 @@ def test_json_output_and_two_ranks_have_the_scores_before_and_after_fine_tuning(
         ended = ranks(2, with_few_trials, ["eval", str(run), *option])
         assert ended.codes == [0, 0], ended.err
         assert ended.out == [alone.out.decode(), ""]
+    processes = ranks.start(2, with_closed_stdout, ["eval", str(run)])
+    assert ranks.ended(processes, patience_s=60).codes == [0, 0]
     shutil.move(base.path, tmp_path / "moved")
     try:
         ended = ranks(2, with_few_trials, ["eval", str(run)])
