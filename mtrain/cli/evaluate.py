@@ -73,6 +73,7 @@ def evaluate(
         unused |= {"lowercase": lowercase or None, "json": json or None, "rerank_with": rerank_with}
         _check_score(search_options | unused | {"mbr": mbr}, runs[:1] if ensemble else runs, refs)
     from mtrain.decode import translator as translating
+    from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import evaluation
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.run.load_model import LoadOptions
@@ -80,13 +81,14 @@ def evaluate(
     weight = options.weight_of_reverse(rerank_with, rerank_weight, beam)
     changes = search_options | {"length_alpha": length_alpha, "rerank_weight": weight}
     changes = options.given(changes | {"batch_tokens": batch_tokens, "with_scores": False})
+    changes |= options.mbr_change(mbr)
     folders, names = [RunDir(run) for run in runs], _names(tests)
     reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
 
         def load(system: Sequence[RunDir]) -> Translator:
-            decoding = replace(options.with_mbr(system[0].config, mbr, beam), **changes)
+            decoding = replace(DecodingOptions.from_config(system[0].config), **changes)
             step = checkpoint if system[0].path in (*runs, *compared_paths) else None
             return translating.load(system, decoding, replace(loading, step=step))
 
@@ -104,10 +106,8 @@ def evaluate(
                 *(loading.products, shortlist, mbr, rerank_with, weight, ensemble),
             )
             lines = _lines(plan, load, json, process_group)
-        if process_group.is_first:
-            console.put(lines, output)
-        if process_group.size > 1:  # all ranks go on to the end, even where stdout was closed
-            deque(lines, maxlen=0)
+        console.put(lines, output) if process_group.is_first else None
+        deque(lines if process_group.size > 1 else (), maxlen=0)  # stdout may be closed
 
 
 def _lines(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ import typer
 
 from mtrain import api
 from mtrain.config import sections
-from mtrain.decode.options import RERANK_WEIGHT, DecodingOptions
+from mtrain.decode.options import RERANK_WEIGHT
 from mtrain.errors import ConfigError
 
 ConfigArgument = Annotated[
@@ -252,31 +251,9 @@ def weight_of_reverse(
     return RERANK_WEIGHT if rerank_weight is None else rerank_weight
 
 
-def with_mbr(
-    config: sections.Config,
-    mbr: Literal["chrf", "bleu", "none"] | None,
-    beam: int | None,
-    is_reranked_sample: bool = False,
-) -> DecodingOptions:
-    """Return the options of a config, with the measure of `--mbr` if it is given.
-
-    Raises:
-        ConfigError: if the measure of the config needs a wider beam, or if reranked samples have
-            one.
-    """
-    of_config = config.decoding.mbr if mbr is None else None
-    if of_config is not None and beam == 1:
-        raise ConfigError(
-            f"`--beam` must be at least 2 with `decoding.mbr: {of_config}` in the run's config, "
-            "but is 1 instead; `--mbr none` turns it off."
-        )
-    measure = of_config if mbr is None or mbr == "none" else mbr
-    if measure is not None and is_reranked_sample:
-        origin = "" if of_config is None else " in the run's config"
-        raise ConfigError(
-            f"`--mbr` must be none with `--sample --rerank-with`, but is {measure}{origin} instead."
-        )
-    return replace(DecodingOptions.from_config(config), mbr=measure)
+def mbr_change(mbr: Literal["chrf", "bleu", "none"] | None) -> dict[str, Any]:
+    """Return the change of `DecodingOptions` by `--mbr`, which is empty if it is not given."""
+    return {} if mbr is None else {"mbr": None if mbr == "none" else mbr}
 
 
 def check_shortlist(shortlist: str | None, beam: int) -> None:

@@ -75,25 +75,23 @@ def translate(
     file = paths[-1] if len(paths) > 1 and not paths[-1].is_dir() else None
     runs = [RunDir(path) for path in (paths if file is None else paths[:-1])]
     config, is_text = runs[0].config, format_ == "text"
-    decoding = options.with_mbr(config, mbr, beam, sample and rerank_with is not None)
-    _check_samples(search_options if sample else {}, decoding.mbr, rerank_with, is_text)
-    from mtrain.decode.options import Sampling
+    measure = options.mbr_change(mbr) or {"mbr": config.decoding.mbr}
+    _check_samples(search_options if sample else {}, measure["mbr"], rerank_with, is_text)
+    from mtrain.decode.options import DecodingOptions, Sampling
     from mtrain.run.load_model import LoadOptions
 
     other_options = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
-    other_options["max_input_tokens"], width = max_input_tokens, beam or config.decoding.beam
-    _check_num_best(n_best, width, sample)
+    other_options |= {"num_best": n_best, "max_input_tokens": max_input_tokens}
+    width = beam or config.decoding.beam
+    _check_beam(width, n_best, shortlist, sample)
     decoding = replace(
-        decoding,
-        **options.given(search_options | other_options),
-        num_best=n_best,
+        DecodingOptions.from_config(config),
+        **options.given(search_options | other_options | {"on_long": on_long}) | measure,
         sampling=Sampling(**options.given(sampling_options)) if sample else None,
         rerank_weight=options.weight_of_reverse(rerank_with, rerank_weight, width),
-        on_long=on_long,
         with_alignment=alignments is not None or format_ == "jsonl",
         with_scores=not is_text,
     )
-    options.check_shortlist(shortlist, width)
     if engine == "ctranslate2":
         _check_ctranslate2(context, runs)
     with joined_process_group("run it again.") as process_group:
@@ -112,10 +110,20 @@ def translate(
             texts = stack.enter_context(closing(_formatted(shown, format_, n_best, alignments)))
             is_answer = is_typed and is_text and output is None
             console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
-            if process_group.size > 1:  # if stdout was closed: end the other ranks, too
-                for inputs in (blocks, *([prefixes] if prefixes else [])):
-                    inputs.close()
-                deque(lines, maxlen=0)
+            if process_group.size > 1:
+                _end_ranks(lines, blocks, prefixes)
+
+
+def _end_ranks(
+    lines: Iterable[TranslatedLine],
+    blocks: Generator[list[str], None, None],
+    prefixes: Generator[str, None, None] | None,
+) -> None:
+    """Read no more, and translate the rest with the other ranks; stdout may be closed."""
+    blocks.close()
+    if prefixes is not None:
+        prefixes.close()
+    deque(lines, maxlen=0)
 
 
 def _check_samples(
@@ -128,7 +136,8 @@ def _check_samples(
     options.refuse("--sample", unused)
 
 
-def _check_num_best(num_best: int, beam: int, is_sampled: bool) -> None:
+def _check_beam(beam: int, num_best: int, shortlist: str | None, is_sampled: bool) -> None:
+    options.check_shortlist(shortlist, beam)
     if num_best > beam and not is_sampled:
         raise ConfigError(
             f"`--n-best` must be at most the beam ({beam}), but is {num_best} instead."

@@ -107,16 +107,20 @@ class DecodingOptions:
             )
         if self.mbr not in (None, "chrf", "bleu"):
             raise ConfigError(f"`mbr` must be chrf, bleu or None, but is {self.mbr!r} instead.")
-        for key in ("mbr", "rerank_weight"):
+        for key in ("rerank_weight", "mbr"):
             if getattr(self, key) is not None and self.beam == 1:
-                raise ConfigError(f"`beam` must be at least 2 for `{key}`, but is 1 instead.")
+                advice = "; `--mbr none` turns it off" * (key == "mbr")
+                raise ConfigError(
+                    f"`beam` must be at least 2 for `{key}`, but is 1 instead{advice}."
+                )
         if not isinstance(self.sampling, Sampling | None):
             raise ConfigError(
                 f"`sampling` must be a Sampling or None, but is {self.sampling!r} instead."
             )
         if self.sampling is not None and None not in (self.mbr, self.rerank_weight):
             raise ConfigError(
-                f"`mbr` must be None with `rerank_weight` for samples, but is {self.mbr} instead."
+                f"`mbr` must be None with `rerank_weight` for samples, but is {self.mbr} instead; "
+                "`--mbr none` turns it off."
             )
         if self.shortlist not in (None, "fast"):
             raise ConfigError(

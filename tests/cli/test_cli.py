@@ -1111,21 +1111,28 @@ def test_mbr_of_a_config_is_turned_off_by_none_and_takes_a_number_of_samples(
     evaluated = cli("eval", with_mbr, "--mbr", "none", "--beam", "1", "--resamples", "0")
     assert evaluated.code == 0, evaluated.err
     assert "  translated with `--mbr none`" in evaluated.lines
-    wider = (
-        "`--beam` must be at least 2 with `decoding.mbr: chrf` in the run's config, but is 1 "
-        "instead; `--mbr none` turns it off."
-    )
-    both = "`--mbr` must be none with `--sample --rerank-with`, but is "
+    off = "instead; `--mbr none` turns it off."
+    wider = f"`beam` must be at least 2 for `mbr`, but is 1 {off}"
+    both = "`mbr` must be None with `rerank_weight` for samples, but is "
     for verb, options, message in (
         ("translate", ["--beam", "1"], wider),
         ("eval", ["--beam", "1"], wider),
-        ("translate", reranked, f"{both}chrf in the run's config instead."),
-        ("translate", [*reranked, "--mbr", "bleu"], f"{both}bleu instead."),
+        ("translate", reranked, f"{both}chrf {off}"),
+        ("translate", [*reranked, "--mbr", "bleu"], f"{both}bleu {off}"),
     ):
         assert error_line(cli(verb, with_mbr, *options, stdin=b"ba\n")) == message
 
 
-def test_mbr_with_a_beam_of_one_is_refused(cli: Cli, trained: RunDir) -> None:
-    outcome = cli("translate", trained.path, "--mbr", "chrf", "--beam", "1", stdin=b"ba\n")
-    assert (outcome.code, outcome.lines) == (2, [])
-    assert outcome.err == "mtrain: `beam` must be at least 2 for `mbr`, but is 1 instead.\n"
+def test_mbr_takes_the_beam_of_the_command_line_and_refuses_one_of_1(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "greedy"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["decoding"] = {"beam": 1}
+    run.config_path.write_text(yaml.safe_dump(tree), "utf-8")
+    for verb, stdin in (("translate", b"ba\n"), ("eval", b"")):
+        wider = cli(verb, run.path, "--mbr", "chrf", "--beam", "2", stdin=stdin)
+        assert wider.code == 0, wider.err
+        assert error_line(cli(verb, run.path, "--mbr", "chrf", stdin=stdin)) == (
+            "`beam` must be at least 2 for `mbr`, but is 1 instead; `--mbr none` turns it off."
+        )

@@ -135,7 +135,9 @@ def test_the_best_mbr_candidate_comes_first_and_does_not_depend_on_the_other_lin
 def test_mbr_refuses_a_beam_of_one_and_an_unknown_measure() -> None:
     with pytest.raises(ConfigError) as error:
         DecodingOptions(beam=1, mbr="chrf")
-    assert str(error.value) == "`beam` must be at least 2 for `mbr`, but is 1 instead."
+    assert str(error.value) == (
+        "`beam` must be at least 2 for `mbr`, but is 1 instead; `--mbr none` turns it off."
+    )
     with pytest.raises(ConfigError) as error:
         DecodingOptions(mbr="ter")  # type: ignore[arg-type]
     assert str(error.value) == "`mbr` must be chrf, bleu or None, but is 'ter' instead."

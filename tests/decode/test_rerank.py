@@ -154,7 +154,8 @@ def test_invalid_rerank_weights_and_conflicting_options_are_refused(translator: 
         ({"beam": 1}, "`beam` must be at least 2 for `rerank_weight`, but is 1 instead."),
         (
             {"mbr": "chrf", "sampling": Sampling()},
-            "`mbr` must be None with `rerank_weight` for samples, but is chrf instead.",
+            "`mbr` must be None with `rerank_weight` for samples, but is chrf instead; `--mbr "
+            "none` turns it off.",
         ),
     ):
         with pytest.raises(ConfigError) as error:
