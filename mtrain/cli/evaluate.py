@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -19,10 +19,12 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
+    from mtrain.decode.options import DecodingOptions
     from mtrain.decode.translator import Translator
     from mtrain.evaluation.comet import CometModel
     from mtrain.evaluation.evaluation import EvaluationPlan, TestReport
     from mtrain.evaluation.metrics import TestSet
+    from mtrain.run.load_model import LoadOptions
 
 
 def evaluate(
@@ -72,8 +74,6 @@ def evaluate(
         unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
         unused |= {"lowercase": lowercase or None, "json": json or None, "rerank_with": rerank_with}
         _check_score(search_options | unused | {"mbr": mbr}, runs[:1] if ensemble else runs, refs)
-    from mtrain.decode import translator as translating
-    from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import evaluation
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.run.load_model import LoadOptions
@@ -86,17 +86,11 @@ def evaluate(
     reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
-
-        def load(system: Sequence[RunDir]) -> Translator:
-            decoding = replace(DecodingOptions.from_config(system[0].config), **changes)
-            step = checkpoint if system[0].path in (*runs, *compared_paths) else None
-            return translating.load(system, decoding, replace(loading, step=step))
-
-        _check_shortlist(shortlist, beam, [*runs, *compared_paths])
+        loader = _SystemLoader(changes, loading, [*runs, *compared_paths])
         text = None if src is None else evaluation.read_files(src, refs)
         if score:
             tests_read = text or _read_tests(process_group, folders[0], names)
-            lines = evaluation.reference_scores(load(folders), tests_read)
+            lines = evaluation.reference_scores(loader.load(folders), tests_read)
         else:
             scoring_args: dict[str, Any] = {"metrics": _names(metrics), "num_resamples": resamples}
             scoring_args["comet"] = _comet_model(comet, device, process_group)
@@ -105,14 +99,46 @@ def evaluate(
                 *(folders, compared_paths, names, scoring, details, text),
                 *(loading.products, shortlist, mbr, rerank_with, weight, ensemble),
             )
-            lines = _lines(plan, load, json, process_group)
-        console.put(lines, output) if process_group.is_first else None
-        deque(lines if process_group.size > 1 else (), maxlen=0)  # stdout may be closed
+            lines = _lines(plan, loader, json, process_group)
+        if process_group.is_first:
+            console.put(lines, output)
+        if process_group.size > 1:  # all ranks go on to the end, even where stdout was closed
+            deque(lines, maxlen=0)
+
+
+class _SystemLoader(NamedTuple):
+    """Loads the runs of a system as the command line says."""
+
+    changes: dict[str, Any]  # of the decoding options
+    loading: LoadOptions
+    named_paths: list[Path]  # the runs that `loading.step` applies to
+
+    def _decoding(self, system: Sequence[RunDir]) -> DecodingOptions:
+        from mtrain.decode.options import DecodingOptions
+
+        decoding = replace(DecodingOptions.from_config(system[0].config), **self.changes)
+        options.check_shortlist(decoding.shortlist, decoding.beam)
+        return decoding
+
+    def check(self, system: Sequence[RunDir]) -> None:
+        """Check the decoding options and that there are weights, before any run translates."""
+        from mtrain.run.load_model import check_weights
+
+        self._decoding(system)
+        for run in system:
+            check_weights(run, self.loading.step)
+
+    def load(self, system: Sequence[RunDir]) -> Translator:
+        """Load the translator of a system."""
+        from mtrain.decode import translator
+
+        step = self.loading.step if system[0].path in self.named_paths else None
+        return translator.load(system, self._decoding(system), replace(self.loading, step=step))
 
 
 def _lines(
     plan: EvaluationPlan,
-    load: Callable[[Sequence[RunDir]], Translator],
+    loader: _SystemLoader,
     is_json: bool,
     process_group: ProcessGroup,
 ) -> Iterator[str]:
@@ -127,12 +153,14 @@ def _lines(
     compared: list[TestReport] = []
     warn = console.warn if process_group.is_first else ignore
     read = partial(_read_tests, process_group)
-    reports, outputs = evaluation.evaluate_systems(plan, load, warn, process_group.is_first, read)
+    reports, outputs = evaluation.evaluate_systems(
+        plan, loader.load, warn, process_group.is_first, read, loader.check
+    )
     yield from [] if is_json else as_text(reports, plan)
     if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
         known = {name: of_test[str(plan.runs[0].path)] for name, of_test in outputs.items()}
         compared = evaluation.before_and_after(
-            plan.runs[0], load, warn, plan.options, known, process_group
+            plan.runs[0], loader.load, warn, plan.options, known, process_group
         )
     if process_group.is_first:
         yield from as_json(reports, plan, compared) if is_json else before_and_after_table(compared)
@@ -171,13 +199,6 @@ def _read_tests(
         prepare.update_tests(run.config, run, Stderr())
     process_group.barrier()
     return evaluation.read_tests(run, names)
-
-
-def _check_shortlist(shortlist: str | None, beam: int | None, systems: list[Path]) -> None:
-    """Refuse a shortlist for greedy search, before the first run translates."""
-    for path in systems if shortlist is not None else []:
-        if path.is_dir():
-            options.check_shortlist(shortlist, beam or RunDir(path).config.decoding.beam)
 
 
 def _check_score(unused: dict[str, Any], runs: list[Path], refs: list[Path]) -> None:

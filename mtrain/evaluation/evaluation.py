@@ -29,7 +29,7 @@ from mtrain.evaluation.metrics import (
     tokenizer_note,
 )
 from mtrain.evaluation.significance import SystemComparison
-from mtrain.io.lines import read_lines
+from mtrain.io.lines import ignore, read_lines
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
@@ -193,6 +193,7 @@ def evaluate_systems(
     warn: Warn,
     is_scored: bool = True,
     read: Callable[[RunDir, Sequence[str] | None], dict[str, TestSet]] = read_tests,
+    check: Callable[[Sequence[RunDir]], object] = ignore,
 ) -> tuple[list[TestReport], dict[str, dict[str, list[str]]]]:
     """Translate and score test sets by all systems of a plan; all ranks call together.
 
@@ -204,6 +205,7 @@ def evaluate_systems(
         warn: called with differences between runs, and with warnings about lines.
         is_scored: False makes no reports, as for ranks that only translate.
         read: returns the test sets of a run, as `read_tests`.
+        check: raises UserError if `load` cannot load a system; called before any translates.
 
     Returns:
         a report of each test set; and for each, by name, the translations by system.
@@ -229,6 +231,8 @@ def evaluate_systems(
                 _check_references(runs[0].path, name, lines.refs[0], plan, tests[name].refs[0])
         else:
             translations[system] = _read_translations(Path(system), tests)
+    for runs in filter(None, systems.values()):
+        check(runs)
     if plan.options.comet is not None:
         plan.options.comet.load()
     if not plan.is_ensemble:

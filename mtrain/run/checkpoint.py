@@ -190,7 +190,7 @@ def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
     Raises:
         RunError: if the file is missing, damaged, or made for another tokenizer.
     """
-    header = _check_header(path, tokenizer)
+    header = check_header(path, tokenizer)
     with _reading(path) as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if verify and header.sha256 not in (None, digest(weights)):  # None in checkpoints
@@ -201,7 +201,7 @@ def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
     return weights
 
 
-def _check_header(path: Path, tokenizer: str) -> _Header:
+def check_header(path: Path, tokenizer: str) -> _Header:
     """Return the header of weights; raise RunError unless they belong to this tokenizer."""
     with _reading(path):
         header = _read_header(path)
@@ -433,7 +433,7 @@ class AveragedWeights(Mapping[str, Tensor]):
     def __init__(self, paths: Sequence[Path], tokenizer: str) -> None:
         self._paths = [path / "model.safetensors" for path in paths]
         for path in self._paths:
-            _check_header(path, tokenizer)
+            check_header(path, tokenizer)
         with _reading(self._paths[0]) as file:
             self._names = set(file.keys())
 

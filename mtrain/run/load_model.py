@@ -18,6 +18,7 @@ from mtrain.model.transformer import Transformer, count_weights
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 _DRAWING = (  # the functions that draw the initial weights of layers and of the Transformer
@@ -99,6 +100,16 @@ class _WithoutDrawing(TorchFunctionMode):
         if func in _DRAWING:
             return args[0] if args else keywords["tensor"]
         return func(*args, **keywords)
+
+
+def check_weights(run: RunDir, step: int | None) -> None:
+    """Check that a run has weights of its tokenizer, final ones or those of a step, unread.
+
+    Raises:
+        RunError: if not.
+    """
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    checkpoint.check_header(_weights_path(run, step), tokenizer.fingerprint())
 
 
 def _weights_path(run: RunDir, step: int | None) -> Path:

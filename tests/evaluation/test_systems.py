@@ -286,7 +286,7 @@ def test_damaged_training_pairs_give_a_one_line_error(
 def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translated(
     cli: Cli, noisy: RunDir, changed: Changed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Translator, "search")
+    monkeypatch.delattr(Translator, "start_search")
     short, run = write(tmp_path / "short", SOURCES[:-1]), noisy.path
     fewer = changed("fewer", src=SOURCES[:3], tgt=SOURCES[:3]).path
     other = changed("other", tgt=[*SOURCES[:6], "other", *SOURCES[7:]]).path
@@ -328,6 +328,25 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
         (["--score", "--mbr", "bleu"], "`--mbr` has no effect with `--score`; leave it out."),
     ]:
         assert error_line(cli("eval", run, *options)) == said
+
+
+def test_a_second_run_that_cannot_translate_is_refused_before_anything_is_translated(
+    cli: Cli, noisy: RunDir, changed: Changed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Translator, "start_search")
+    agreeing = changed("agreeing", seed=2, decoding__mbr="chrf").path
+    untrained = changed("untrained", seed=3)
+    untrained.model_path.unlink()
+    shutil.rmtree(untrained.checkpoints_dir)
+    missing = f"{untrained.model_path}: is missing; `mtrain train CONFIG` makes it."
+    no_step = "must have a checkpoint of step 7, but has those of"
+    for run, options, said in (
+        (untrained.path, [], missing),
+        (agreeing, ["--beam", "1"], "`beam` must be at least 2 for `mbr`, but is 1 instead"),
+        (agreeing, ["--checkpoint", "7"], f"{noisy.path}: {no_step}"),
+    ):
+        for option in ([], ["--compare"]):
+            assert error_line(cli("eval", noisy.path, *option, run, *options)).startswith(said)
 
 
 @pytest.mark.parametrize("options", [["--ensemble"], [], ["--compare"]], ids=str)
