@@ -95,9 +95,12 @@ def evaluate(
             scoring_args: dict[str, Any] = {"metrics": _names(metrics), "num_resamples": resamples}
             scoring_args["comet"] = _comet_model(comet, device, process_group)
             scoring = ScoringOptions(tokenize, lowercase, **options.given(scoring_args))
+            search = {"precision": loading.products, "checkpoint": checkpoint} | search_options
+            search |= {"length_alpha": length_alpha, "mbr": mbr, "rerank_weight": weight}
+            search["rerank_with"] = None if rerank_with is None else str(rerank_with)
             plan = evaluation.EvaluationPlan(
                 *(folders, compared_paths, names, scoring, details, text),
-                *(loading.products, shortlist, mbr, rerank_with, weight, ensemble),
+                *(options.given(search), ensemble),
             )
             lines = _lines(plan, loader, json, process_group)
         if process_group.is_first:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain.config import config_file
@@ -78,11 +78,7 @@ class EvaluationPlan:
     options: ScoringOptions
     with_details: bool = False  # whether scores are broken down
     text: Mapping[str, TestSet] | None = None  # test sets from files, instead of the runs'
-    precision: str = "float32"  # of matrix products in the runs' translation
-    shortlist: str | None = None  # of the runs' translation
-    mbr: str | None = None  # `--mbr`, if it is given
-    rerank_with: Path | None = None  # the run of the other direction, for reranking
-    rerank_weight: float | None = None  # of that run
+    search: Mapping[str, object] = field(default_factory=dict)  # options of the runs' translation
     is_ensemble: bool = False  # whether the runs translate together, as the first system
 
     def __post_init__(self) -> None:

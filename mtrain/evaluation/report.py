@@ -27,15 +27,12 @@ def as_text(reports: Sequence[TestReport], plan: EvaluationPlan) -> Iterator[str
         else:
             for index in range(len(report.results[0].scores)):
                 yield from _metric_table(report, index)
-        if plan.precision != "float32":
-            yield f"  translated with products in {plan.precision}"
-        if plan.shortlist is not None:
-            yield f"  translated with `--shortlist {plan.shortlist}`"
-        if plan.mbr is not None:
-            yield f"  translated with `--mbr {plan.mbr}`"
-        if plan.rerank_with is not None:
-            weight = f"--rerank-weight {plan.rerank_weight}"
-            yield f"  translated with `--rerank-with {plan.rerank_with} {weight}`"
+        for key, value in plan.search.items():
+            option = f"{key.replace('_', '-')} {value}"
+            if key == "early_stop":
+                option = "early-stop" if value else "exact-stop"
+            if option != "precision float32":
+                yield f"  translated with `--{option}`"
     if any(report.comparisons for report in reports):
         yield "p: chance of such a difference to the first system if neither is better; bs by"
         yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
@@ -91,11 +88,7 @@ def as_json(
 def _tree(report: TestReport, plan: EvaluationPlan) -> dict[str, object]:
     tree: dict[str, object] = {
         "num_lines": len(report.results[0].lines.src),
-        "precision": plan.precision,
-        "shortlist": plan.shortlist,
-        "mbr": plan.mbr,
-        "rerank_with": str(plan.rerank_with) if plan.rerank_with else None,
-        "rerank_weight": plan.rerank_weight,
+        **plan.search,
         "scores": [
             {"system": result.system} | asdict(score)
             for result in report.results

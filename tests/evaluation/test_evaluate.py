@@ -79,7 +79,7 @@ def test_scores_at_a_lower_precision_are_reported_with_that_precision(
     arguments = [trained.path, "--resamples", "0", "--metrics", "bleu", "--precision", precision]
     outcome = cli("eval", *arguments)
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.lines[2:] == [f"  translated with products in {precision}"]
+    assert outcome.lines[2:] == [f"  translated with `--precision {precision}`"]
     tree = json.loads(cli("eval", *arguments, "--json").out)
     assert tree["held_out"]["precision"] == precision
 

@@ -163,7 +163,8 @@ def test_runs_of_several_seeds_have_a_mean_and_a_standard_deviation(
             "mean": statistics.mean(values),
             "std": statistics.stdev(values),
         }
-    lines = cli("eval", *runs, *GREEDY).lines
+    *lines, greedy = cli("eval", *runs, *GREEDY).lines
+    assert greedy == "  translated with `--beam 1`"
     assert lines[0] == "held_out  BLEU"
     assert [line.rpartition("  ")[2] for line in lines[1:5]] == [
         *map(str, runs),
@@ -192,8 +193,14 @@ def test_the_translations_of_an_ensemble_equal_those_of_translate(
     expected = [scorer.score(output)[0].value for output in (lines, alone[1], lines)]
     assert [score["value"] for score in tree["scores"]] == expected
     assert (tree["mbr"], tree["comparisons"][1]["difference"]) == ("bleu", 0.0)
-    shown = cli("eval", *runs, "--ensemble", *options, "--resamples", "0").lines
-    assert "  translated with `--mbr bleu`" in shown
+    options += ["--resamples", "0", "--exact-stop", "--length-alpha", "0.5"]
+    shown = cli("eval", *runs, "--ensemble", *options).lines
+    assert [line for line in shown if "translated" in line] == [
+        f"  translated with `--{option}`"
+        for option in ("beam 3", "exact-stop", "length-alpha 0.5", "mbr bleu")
+    ]
+    tree = json.loads(cli("eval", *runs, "--ensemble", *options, "--json").out)["held_out"]
+    assert (tree["beam"], tree["early_stop"], tree["length_alpha"]) == (3, False, 0.5)
 
 
 def test_an_ensemble_scores_references_by_the_mean_of_the_probabilities(
