@@ -25,9 +25,11 @@ from mtrain.data.loader import TrainingData
 from mtrain.decode.pipeline import LineTranslator
 from mtrain.decode.translator import Translator, load
 from mtrain.errors import ConfigError, RunError, UserError
+from mtrain.evaluation.metrics import noise_bleu
 from mtrain.io.lines import read_lines
 from mtrain.model.transformer import near_keep, sinusoids
 from mtrain.run import checkpoint
+from mtrain.run.checkpoint import Progress
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -226,7 +228,11 @@ def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | 
         return CheckpointMark(first, last, origin.bleu, f"model.safetensors: {made_of}")
     if not validations:
         return None
-    best = max(validations, key=lambda line: (line["valid_bleu"], -line["step"]))
+    quality_of = Progress(min_bleu=noise_bleu(run.config.data.tgt_lang)).quality_of
+    best = max(
+        validations,
+        key=lambda line: (quality_of(line["valid_loss"], line["valid_bleu"]), -line["step"]),
+    )
     step = int(best["step"])
     note = " (the run does not say what was chosen)" if run.model_path.is_file() else ""
     return CheckpointMark(step, step, best["valid_bleu"], f"best validation, step {step:,}{note}")

@@ -168,6 +168,18 @@ def test_without_a_record_of_the_chosen_checkpoint_the_best_validation_is_marked
     assert mark == collect.CheckpointMark(8, 8, 9.0, f"best validation, step 8{unsaid}")
 
 
+def test_of_validations_whose_bleu_is_noise_the_one_of_least_loss_is_marked(
+    copied: RunDir,
+) -> None:
+    validations = [(4, 9.0, 0.5), (8, 7.0, 0.2), (12, 8.0, 0.2)]
+    lines = [{"step": s, "valid_loss": loss, "valid_bleu": bleu} for s, loss, bleu in validations]
+    copied.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    copied.model_path.unlink()
+    mark = collect.read_curves(copied, []).mark
+    assert mark is not None
+    assert mark.first_step == 8
+
+
 def test_the_attention_of_the_first_encoder_layer_equals_the_written_out_formula(
     run: RunDir, attention: collect.AttentionPicture
 ) -> None:
