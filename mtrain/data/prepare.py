@@ -478,6 +478,12 @@ def _mark_tests(data: DataConfig, new: Iterable[Corpus], marks: Tree) -> Tree:
     return marks | _mark_texts(data)
 
 
+def is_not_copied(run: RunDir, name: str) -> bool:
+    """Return whether a test set is new in the config: the folder has no text and no mark of it."""
+    has_text = any(path.is_file() for path in _text_paths(run.data_dir / "tests" / name))
+    return not has_text and f"data.tests.{name}" not in _read_tree(run.data_dir / _MARKS_FILE)
+
+
 def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
     """Return whether a run folder lacks the text of a test set whose files exist."""
     has_text = any(path.is_file() for path in _text_paths(run.data_dir / "tests" / name))

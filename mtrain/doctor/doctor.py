@@ -137,10 +137,18 @@ class _RunChecker:
         if not problems:
             config, tokenizer = _needed(self.config, "config"), _needed(self.tokenizer, "tokenizer")
             num_pairs = sum(map(len, ShardSet(self.run.data_dir, tokenizer).all()))
+            new = [name for name in config.data.tests if prepare.is_not_copied(self.run, name)]
+            for name in new:
+                text = f"test set {name}: not copied yet; `mtrain eval` copies it"
+                yield CheckResult("data", "warn", text)
             checks: list[Callable[[], object]] = [
                 partial(dropped.check, self.run.data_dir),
                 partial(prepare.read_valid, self.run),
-                *(partial(prepare.read_test, self.run, name) for name in config.data.tests),
+                *(
+                    partial(prepare.read_test, self.run, name)
+                    for name in config.data.tests
+                    if name not in new
+                ),
             ]
             for check in checks:
                 try:

@@ -421,6 +421,16 @@ def test_a_list_of_dropped_pairs_that_disagrees_with_the_counts_is_reported(
     ]
 
 
+def test_a_test_set_that_is_new_in_the_config_is_not_damage(cli: Cli, run: RunDir) -> None:
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["data"]["tests"]["news"] = tree["data"]["tests"]["held_out"]
+    run.config_path.write_text(yaml.safe_dump(tree), "utf-8")
+    outcome = examined(cli, run)
+    assert failed(outcome) == []
+    assert verdicts(outcome)["resume"] == "ok"
+    assert facts(outcome, "data")[0] == "test set news: not copied yet; `mtrain eval` copies it"
+
+
 @pytest.mark.parametrize("name", ["valid", "tests/held_out"])
 def test_source_and_target_texts_with_different_line_counts_are_reported(
     cli: Cli, run: RunDir, name: str
