@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -101,22 +101,29 @@ def unit_of(lines: Sequence[str]) -> Unit:
     return "words" if median(len(line.split()) for line in lines) > 1 else "characters"
 
 
-def count_in_training(run: RunDir, sources: Sequence[str]) -> Counter[str] | None:
-    """Return how often each word of the sources occurs in the sources of the training pairs.
+def count_in_training(
+    run: RunDir, texts: Iterable[Sequence[str]]
+) -> dict[Unit, Counter[str]] | None:
+    """Return how often each word of some texts occurs in the sources of the training pairs.
 
-    Return None if the run folder holds no encoded pairs.
+    There are counts for each unit of the texts; None if the run folder holds no encoded pairs.
 
     Raises:
         RunError: if the encoded pairs are damaged.
     """
     if not arrow_shards.are_in(run.data_dir):
         return None
-    unit, tokenizer = unit_of(sources), sentencepiece.load(run.tokenizer_dir)
-    counts = Counter({word: 0 for line in sources for word in split_words(line, unit)})
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    counts_of: dict[Unit, Counter[str]] = {}
+    for sources in texts:
+        unit = unit_of(sources)
+        words = {word: 0 for line in sources for word in split_words(line, unit)}
+        counts_of.setdefault(unit, Counter()).update(words)
     for src_ids, _ in loader.read_ids(run.data_dir, tokenizer):
         for line in tokenizer.src.decode([ids[:-1].tolist() for ids in src_ids]):
-            counts.update(word for word in split_words(line, unit) if word in counts)
-    return counts
+            for unit, counts in counts_of.items():
+                counts.update(word for word in split_words(line, unit) if word in counts)
+    return counts_of
 
 
 def break_down(
@@ -124,7 +131,7 @@ def break_down(
     system: str,
     hypotheses: Sequence[str],
     options: ScoringOptions,
-    training_counts: Mapping[str, int] | None,
+    training_counts: Mapping[Unit, Mapping[str, int]] | None,
 ) -> Breakdown:
     """Return the scores of groups of lines, and the best and the worst lines, of a system.
 
@@ -133,7 +140,8 @@ def break_down(
         system: its name.
         hypotheses: its translation of the test set.
         options: which metrics are computed, and how.
-        training_counts: how often the training text has each word of the sources, if known.
+        training_counts: how often the training text has each word of the sources, by unit, if
+            known.
     """
     unit = unit_of(test.src)
     words = [split_words(line, unit) for line in test.src]
@@ -144,7 +152,8 @@ def break_down(
     }
     by_length, by_rarity = _groups(test, hypotheses, options, lengths, sorted(quantiles)), None
     if training_counts is not None:
-        rarest = [min(map(training_counts.__getitem__, line)) if line else None for line in words]
+        count = training_counts[unit].__getitem__
+        rarest = [min(map(count, line)) if line else None for line in words]
         by_rarity = _groups(test, hypotheses, options, rarest, _COUNT_GROUPS)
     scores = line_scores(test, hypotheses, options)
     longest_first = sorted(range(len(scores)), key=lambda row: -len(test.refs[0][row]))

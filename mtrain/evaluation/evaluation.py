@@ -246,8 +246,14 @@ def evaluate_systems(
         else:
             for name, hypotheses in translate_tests(runs[0], load(runs), tests_of[system], warn):
                 outputs[name][system] = hypotheses
-    scored = tests if is_scored else ()
-    return [_report(name, tests[name], outputs[name], plan, options) for name in scored], outputs
+    if not is_scored:
+        return [], outputs
+    counts = None
+    if plan.with_details:
+        counts = breakdown.count_in_training(plan.runs[0], [lines.src for lines in tests.values()])
+    return [
+        _report(name, lines, outputs[name], plan, options, counts) for name, lines in tests.items()
+    ], outputs
 
 
 def _check_references(
@@ -295,12 +301,12 @@ def _report(
     outputs: Mapping[str, list[str]],
     plan: EvaluationPlan,
     options: ScoringOptions,
+    counts: Mapping[breakdown.Unit, Mapping[str, int]] | None,
 ) -> TestReport:
     scorer = Scorer(lines, options)
     breakdowns: dict[str, Breakdown] = {}
     contrasts = []
     if plan.with_details:
-        counts = breakdown.count_in_training(plan.runs[0], lines.src)
         for system, hypotheses in outputs.items():
             breakdowns[system] = breakdown.break_down(lines, system, hypotheses, options, counts)
         others = list(outputs)[1:] if plan.others else []

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tasks import Said, tiny_tree, write_config
 
 from mtrain.config import config_file
+from mtrain.data import loader
 from mtrain.data.prepare import prepare
 from mtrain.evaluation import breakdown, evaluation, metrics
 from mtrain.evaluation.breakdown import (
@@ -62,7 +64,7 @@ def test_groups_by_length_contain_every_line_once_and_have_the_scores_of_their_l
 
 def test_groups_by_rarity_are_formed_by_the_rarest_word_of_the_source() -> None:
     test = metrics.TestSet([*TEST.src, "..."], [[*TEST.refs[0], "..."]])
-    parts = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, TRAINING)
+    parts = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, {"words": TRAINING})
     assert parts.by_rarity is not None
     assert [(group.first, group.last, group.num_lines) for group in parts.by_rarity] == [
         (0, 0, 8),
@@ -128,7 +130,7 @@ def test_scores_of_lines_ignore_case_only_with_lowercase() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_source_words_are_counted_in_the_training_pairs_of_the_run(
-    tmp_path: Path, shared: bool
+    tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = tiny_tree(tmp_path)
     tree["tokenizer"]["shared"] = shared
@@ -140,7 +142,14 @@ def test_source_words_are_counted_in_the_training_pairs_of_the_run(
     prepare(config, run, Said())
     expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())
     sources = ["ba ce", "ba never"]
-    counts = breakdown.count_in_training(run, sources)
-    assert counts == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
+    texts = [sources, ["di ce"] * 2, ["ba"]]
+    letters = Counter(path.read_text("utf-8").lower())
+    read = Mock(side_effect=loader.read_ids)
+    monkeypatch.setattr(loader, "read_ids", read)
+    assert breakdown.count_in_training(run, texts) == {
+        "words": {word: expected[word] for word in ("ba", "ce", "di", "never")},
+        "characters": {letter: letters[letter] for letter in "ba"},
+    }
+    assert read.call_count == 1
     (run.data_dir / "shards.json").unlink()
-    assert breakdown.count_in_training(run, sources) is None
+    assert breakdown.count_in_training(run, texts) is None
