@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -45,8 +44,10 @@ app = typer.Typer(
 )
 _SHARED = {"train", "translate", "eval", "augment"}  # verbs that several processes may share
 _GOING_ON = {"train", "tokenize", "demo", "augment"}  # verbs that resume if run again
-_MAX_CONFIG_BYTES = 100_000  # a larger file is no config, but text to translate
-_DEFAULT_DIR = "runs"  # below which verbs write by default
+_PATH_ERRORS = (  # of a path that cannot be used; with any other errno, an OSError is a bug
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # the base of all mistakes in options
 
 
@@ -70,8 +71,8 @@ def main() -> NoReturn:
 def _run() -> NoReturn:
     """Run the verb of the command line.
 
-    A mistake in its options is a user's error, and so is an OSError about a path that the user
-    named: no permission, no such file. Any other OSError is a bug.
+    A mistake in its options is a user's error, and so is an OSError that names a path which is
+    missing or cannot be used. Any other OSError is a bug.
     """
     try:
         # the same name however it is started: shell completion depends on it
@@ -85,38 +86,9 @@ def _run() -> NoReturn:
         raise ConfigError(f"{message}{see} `{verb} --help`.") from None
     except OSError as error:
         write_stdout(b"")  # raises if the error is that of stdout: its text is buffered still
-        if not _is_named(error.filename, sys.argv[1:]):
+        if not isinstance(error.filename, str | os.PathLike) or error.errno not in _PATH_ERRORS:
             raise
         raise UserError(f"{os.fspath(error.filename)}: {error.strerror}.") from None
-
-
-def _is_named(path: object, arguments: Iterable[str]) -> bool:
-    """Return whether the arguments name a path, or a folder that contains it."""
-    if not isinstance(path, str | os.PathLike):
-        return False
-    real_path = Path(os.path.realpath(path))
-    return any(real_path.is_relative_to(os.path.realpath(name)) for name in _named(arguments))
-
-
-def _named(arguments: Iterable[str]) -> Iterator[str]:
-    """Yield all strings of the arguments, and of the configs that they name, that may be paths."""
-    yield _DEFAULT_DIR
-    for text in (argument.rpartition("=")[2] for argument in arguments):
-        if text and "\0" not in text:
-            yield text
-            for config_path in (Path(text), Path(text) / "config.yaml"):
-                with suppress(OSError, ConfigError):
-                    if config_path.stat().st_size <= _MAX_CONFIG_BYTES:
-                        yield from _texts(config_file.read_yaml(config_path))
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """Yield all strings in a config, whether they are paths or not."""
-    if isinstance(tree, str) and tree:
-        yield tree
-    elif isinstance(tree, dict | list):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _texts(value)
 
 
 def _what_is_wrong(error: Exception) -> str:
