@@ -726,8 +726,10 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
             f"`options` must be mtrain.ScoringOptions, but is {options!r:.60} instead."
         )
     model = run if isinstance(run, Model) else load(run)
-    update_tests(model.run.config, model.run, PythonLog())
-    return evaluation.evaluate(model.runs, model.translator, _log_warning, options)
+    first = RunDir(model.run.path)  # its config may have changed since the model was loaded
+    update_tests(first.config, first, PythonLog())
+    runs = [first, *model.runs[1:]]
+    return evaluation.evaluate(runs, model.translator, _log_warning, options)
 
 
 def export(

@@ -299,8 +299,9 @@ def test_evaluate_adds_the_test_sets_that_the_config_names_since(
         side: [write(tmp_path / f"news.{side}", ["ba ce di", "fo gu"])] for side in ("src", "tgt")
     }
     tree["data"]["tests"]["news"] = sides
+    model = mtrain.load(run.path)
     write_config(run.config_path, tree)
-    results = {result.name: result for result in mtrain.evaluate(run.path)}
+    results = {result.name: result for result in mtrain.evaluate(model)}
     assert results["news"].lines.src == ["ba ce di", "fo gu"]
     assert len(results) == 2
 
