@@ -33,7 +33,7 @@ def distill(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Of the student; run_dir with its name if absent."),
+        typer.Option(metavar="DIR", help="The student's run folder; RUN_DIR-STUDENT if absent."),
     ] = None,
     beam: options.BeamOption = None,
     device: options.DeviceOption = "auto",

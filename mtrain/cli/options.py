@@ -137,7 +137,9 @@ TagOption = Annotated[
 ]
 UntilOption = Annotated[
     float | None,
-    typer.Option(metavar="SHARE", help="Of the budget, in which the corpus is used."),
+    typer.Option(
+        metavar="SHARE", help="Use the corpus only in this first share of the training budget."
+    ),
 ]
 NBestOption = Annotated[int, typer.Option(min=1, metavar="N", help="Translations of each line.")]
 FormatOption = Annotated[
