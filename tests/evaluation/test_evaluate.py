@@ -143,7 +143,7 @@ def test_only_the_named_test_sets_are_scored_in_the_given_order(
     def names(*options: str) -> list[str]:
         outcome = cli("eval", two_tests.path, "--metrics", "bleu", "--beam", "1", *options)
         assert (outcome.code, outcome.err) == (0, "")
-        return [line.split()[0] for line in outcome.lines[::2]]
+        return [line.split()[0] for line in outcome.lines[::3]]
 
     assert names() == ["held_out", "short"]
     assert names("--tests", "short") == ["short"]
