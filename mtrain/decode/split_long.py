@@ -56,6 +56,7 @@ def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePa
         as few parts as fit, each of at most `max_tokens` tokens, eos included.
     """
     limit = max_tokens - 1  # for eos
+    src = re.sub(" {2,}", " ", src)  # as SentencePiece does, so that tokens have its characters
     word_of = list(accumulate(word_starts(src), initial=-1))[1:]  # of each character
     parts: list[LinePart] = []
     for start, end in _spans(src, _sentence_ends(src, vocabulary, limit), vocabulary, limit):

@@ -537,6 +537,17 @@ def test_split_cuts_a_long_sentence_between_words_and_a_long_word_between_pieces
     assert len(pieces) > 5
 
 
+def test_split_makes_the_same_parts_of_a_line_with_repeated_spaces(translator: Translator) -> None:
+    src, line = translator.tokenizer.src, " ".join(WORDS[:12])
+    whole = num_tokens(line, translator)
+    for limit in (whole, whole // 2, 3):
+        expected = split_line(f"{line}. {line}.", src, limit)
+        for gap in ("  ", " " * 40):
+            spaced = split_line(f"{line}. {line}.".replace(" ", gap), src, limit)
+            assert [part.source.text for part in spaced] == [p.source.text for p in expected]
+            assert [part.words for part in spaced] == [part.words for part in expected]
+
+
 def test_split_encodes_each_part_of_chinese_text_as_it_stands_without_spaces() -> None:
     src, line = vocabularies().src, "你好。再见。谢谢。"
     limit = len(src.encode(["你好。再见。"])[0]) + 1
