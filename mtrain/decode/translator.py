@@ -237,7 +237,8 @@ class Translator:
         other = copy.copy(self)
         other.options, other.limits = options, limits
         if other.reverse is not None:
-            other.reverse = other.reverse.with_options(other.reverse.options, limits)
+            of_reverse = replace(other.reverse.options, batch_tokens=options.batch_tokens)
+            other.reverse = other.reverse.with_options(of_reverse, limits)
         return other
 
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
@@ -501,4 +502,5 @@ def load(
             loading.process_group.barrier()
     if loading.reverse is not None:
         translator.reverse = load(loading.reverse, None, replace(loading, step=None, reverse=None))
+        translator = translator.with_options(options)  # of the reverse model, too
     return translator

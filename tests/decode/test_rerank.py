@@ -17,9 +17,9 @@ from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator
 from mtrain.decode.rerank import rerank
 from mtrain.decode.shared_search import PendingSearch
-from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
-from mtrain.run.load_model import build_model
+from mtrain.run.load_model import LoadOptions, build_model
 from mtrain.run.run_dir import RunDir
 
 LINES = SRC_LINES[:30]
@@ -101,6 +101,17 @@ def test_the_reranking_of_a_line_does_not_depend_on_the_other_lines(translator: 
         (alone,) = lines_of(translator, [line], rerank_weight=0.5)
         assert alone.best[0].text == found.best[0].text
         assert alone.best[0].score == pytest.approx(found.best[0].score, abs=1e-4)
+
+
+def test_the_model_of_the_other_direction_scores_batches_of_batch_tokens(
+    translator: Translator, reverser: RunDir, back_run: Path
+) -> None:
+    smaller = translator.with_options(replace(translator.options, batch_tokens=99))
+    loading = LoadOptions("cpu", reverse=RunDir(back_run))
+    loaded = load(reverser, DecodingOptions(batch_tokens=99), loading)
+    for each in (smaller, loaded):
+        assert each.reverse is not None
+        assert each.reverse.options.batch_tokens == 99
 
 
 def test_a_rerank_weight_of_zero_keeps_the_order(translator: Translator) -> None:
