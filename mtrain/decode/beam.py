@@ -538,7 +538,14 @@ def _best_tokens(
     if (only_N >= 0).any():
         forced_L = np.flatnonzero(only_N >= 0)
         only_L = only_N[forced_L]
-        log_probs_LV = logits_NV[torch.from_numpy(forced_L)].log_softmax(-1).cpu()
+        logits_LV = logits_NV[torch.from_numpy(forced_L)]
+        if constraints.shortlists:  # the softmax is over the shortlist, if it has the token
+            for row, sentence in enumerate(rows.sentence_N[forced_L].tolist()):
+                is_other_V = np.ones(logits_LV.shape[1], np.bool_)
+                is_other_V[constraints.shortlists[sentence].ids_C] = False
+                if not is_other_V[only_L[row]]:
+                    logits_LV[row, torch.from_numpy(is_other_V)] = -torch.inf
+        log_probs_LV = logits_LV.log_softmax(-1).cpu()
         top.log_prob_NC[forced_L] = -np.inf
         top.ids_NC[forced_L, 0] = only_L
         top.log_prob_NC[forced_L, 0] = log_probs_LV[np.arange(len(only_L)), only_L]

@@ -184,6 +184,22 @@ def test_a_search_with_a_shortlist_generates_only_its_tokens_except_for_a_prefix
     assert begun.log_prob != -np.inf
 
 
+def test_a_forced_token_of_the_shortlist_has_the_same_probability_as_one_that_is_found(
+    run: RunDir, monkeypatch
+):
+    monkeypatch.setattr(shortlist, "NUM_LIKELY", 1)
+    monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
+    short = load(run)
+    source = translator_module.EncodedSource(short.tokenizer.encode_src(LINES[:1])[0])
+    ((best, *_),) = short.search([source])
+    forcing = short.with_options(replace(short.options, max_extra_tokens=0))
+    for end in range(1, len(best.ids) + 1):  # eos is forced where the length limit is reached
+        begun = replace(source, prefix=tuple(best.ids[:end]))
+        ((forced, *_),) = forcing.search([begun])
+        assert forced.ids == best.ids
+        assert forced.log_probs == pytest.approx(best.log_probs, abs=1e-4)
+
+
 def test_greedy_search_ignores_the_shortlist(run: RunDir):
     greedy = [translate_lines(load(run, name, beam=1), LINES) for name in ("fast", None)]
     assert greedy[0] == greedy[1]
