@@ -127,7 +127,7 @@ class Ensemble:
             weights_BHTS.double().mean(1)
             for model, source in zip(self.models, sources, strict=True)
             if source is sources[0]
-            for weights_BHTS in model.attention_maps(*source, tgt_in_BT).cross
+            for weights_BHTS in model.attention_maps(*source, tgt_in_BT, cross_only=True).cross
         ]
         return torch.stack(maps).mean(0)
 

@@ -214,18 +214,18 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def attention_maps(
-        self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor
+        self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor, cross_only: bool = False
     ) -> AttentionMaps:
-        """Return the attention weights of each head of each layer.
+        """Return the attention weights of each head of each layer; with `cross_only` of `cross`.
 
         A forward pass does not store them, so hooks recompute them with `attention_weights` from
         the inputs of each attention.
         """
         maps = AttentionMaps([], [], [])
-        hooks = []
-        hooks += [_record(layer.self_attention, maps.encoder) for layer in self.encoder]
-        hooks += [_record(layer.self_attention, maps.decoder) for layer in self.decoder]
-        hooks += [_record(layer.cross_attention, maps.cross) for layer in self.decoder]
+        hooks = [_record(layer.cross_attention, maps.cross) for layer in self.decoder]
+        if not cross_only:
+            hooks += [_record(layer.self_attention, maps.encoder) for layer in self.encoder]
+            hooks += [_record(layer.self_attention, maps.decoder) for layer in self.decoder]
         try:
             self(src_BS, src_keep_BS, tgt_in_BT)
         finally:

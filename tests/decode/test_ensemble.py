@@ -9,7 +9,7 @@ from torch import Tensor
 from mtrain.decode.beam import Constraints, Hypothesis, RequestGroup, beam
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Ensemble, EnsembleState, Padded
-from mtrain.model.transformer import Transformer
+from mtrain.model.transformer import SelfAttention, Transformer
 
 SAME = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [5, 2, 4]
@@ -139,6 +139,12 @@ def test_log_probs_of_a_searched_target_equal_those_of_the_mean_probabilities():
             expected = log_probs_TV.gather(1, tgt_out_T1)[:, 0].tolist()
             assert hypothesis.log_probs == pytest.approx(expected, abs=1e-9)
     assert num_different > 0
+
+
+def test_the_weights_of_self_attention_are_not_computed_for_the_cross_attention(monkeypatch):
+    monkeypatch.delattr(SelfAttention, "weights")
+    found = Ensemble([FIRST]).cross_attention([SOURCES], ids(3, 6))
+    assert found.shape == (3, 6, 5)
 
 
 @torch.no_grad()
