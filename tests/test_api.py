@@ -394,6 +394,7 @@ def test_options_of_a_call_translate_like_the_flags_of_the_command_line(
         ({"beam": 0}, "`beam` must be between 1 and 1000, but is 0 instead."),
         ({"num_best": 9}, "`num_best` must be at most the beam (2), but is 9 instead."),
         ({"max_input_tokens": 1}, "`max_input_tokens` must be between 2 and "),
+        ({"max_extra_tokens": 100_001}, "`max_extra_tokens` must be between 0 and 100000, but is "),
         ({"length_alpha": -1.0}, "`length_alpha` must be between 0 and 10, but is -1.0 instead."),
         ({"beam": "5"}, "`beam` must be a whole number, but is '5' instead."),
         ({"beam": None}, "`beam` must be a whole number, but is None instead."),

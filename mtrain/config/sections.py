@@ -25,6 +25,7 @@ from mtrain.config.corpora import (
 
 Tree = dict[str, Any]
 MAX_BEAM = 1000
+MAX_EXTRA_TOKENS = 100_000
 DEFAULT_VOCAB_SIZE = 8000
 # Valid names in `data.clean`: rules of the audit, applied in the order of `RULES`.
 CLEAN = (
@@ -251,7 +252,7 @@ class DecodingConfig(Section):
 
     beam: int = Field(default=5, ge=1, le=MAX_BEAM)
     length_alpha: float = Field(default=0.6, ge=0, le=10)
-    max_extra_tokens: Int32 = Field(default=50, ge=0)
+    max_extra_tokens: int = Field(default=50, ge=0, le=MAX_EXTRA_TOKENS)
     batch_tokens: Int32 = Field(default=8192, ge=1)
     no_repeat_ngram: Int32 = Field(default=0, ge=0)
     retry_flagged: bool = True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from mtrain.config.sections import MAX_BEAM, Config, DecodingConfig
+from mtrain.config.sections import MAX_BEAM, MAX_EXTRA_TOKENS, Config, DecodingConfig
 from mtrain.errors import ConfigError
 
 _DEFAULTS = DecodingConfig()
@@ -15,7 +15,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {  # the least and the greatest val
     "beam": (1, MAX_BEAM),
     "length_alpha": (0, 10),
     "no_repeat_ngram": (0, 2**31),
-    "max_extra_tokens": (0, 2**31),
+    "max_extra_tokens": (0, MAX_EXTRA_TOKENS),
     "batch_tokens": (1, 2**63),
     "num_best": (1, 2**31),
     "max_input_tokens": (2, 2**63),

@@ -281,6 +281,10 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
     ("override", "said"),
     [
         ("decoding.beam=0", "`decoding.beam` must be >= 1, but is 0 instead."),
+        (
+            "decoding.max_extra_tokens=100001",
+            "`decoding.max_extra_tokens` must be <= 100000, but is 100001 instead.",
+        ),
         ("decoding.length_alpha=-1", "`decoding.length_alpha` must be >= 0.0, but is -1 instead."),
         ("training.warmup_steps=-3", "`training.warmup_steps` must be >= 0, but is -3 instead."),
         ("training.max_steps=0", "`training.max_steps` must be >= 1, but is 0 instead."),
