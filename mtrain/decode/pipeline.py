@@ -323,7 +323,11 @@ class LineTranslator:
                 reverse, texts, ranked_of, options.rerank_weight, options.length_alpha
             )
         if options.mbr is not None:
-            ranked_of = [by_agreement(ranked, options.mbr, are_samples) for ranked in ranked_of]
+            agreed_of = []
+            for ranked in ranked_of:
+                self.translator.limits.seconds_left()
+                agreed_of.append(by_agreement(ranked, options.mbr, are_samples))
+            ranked_of = agreed_of
         if not options.retry_flagged or are_samples:
             return ranked_of
         return [

@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import threading
+from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import pytest
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from mtrain.decode import pipeline
 from mtrain.decode.formats import TranslatedLine, Translation
 from mtrain.decode.mbr import Measure, bleu, by_agreement, chrf, ngrams_of
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator
+from mtrain.decode.shared_search import SearchLimits
 from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError
 from mtrain.run.load_model import build_model
@@ -130,6 +134,25 @@ def test_the_best_mbr_candidate_comes_first_and_does_not_depend_on_the_other_lin
     options = replace(translator.options, mbr=measure, retry_flagged=False)
     alone = next(LineTranslator(translator.with_options(options)).translate([[SRC_LINES[0]]]))
     assert sampling is not None or alone.best[0].text == first[0].best[0].text
+
+
+def test_mbr_ends_with_the_limits_of_the_call_after_the_source_that_it_ranks(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled, num_ranked = threading.Event(), 0
+
+    def rank(candidates: list[Translation], *_: object) -> list[Translation]:
+        nonlocal num_ranked
+        num_ranked += 1
+        cancelled.set()
+        return candidates
+
+    monkeypatch.setattr(pipeline, "by_agreement", rank)
+    limits = SearchLimits(cancel=cancelled)
+    limited = translator.with_options(replace(translator.options, mbr="bleu"), limits)
+    with pytest.raises(CancelledError):
+        next(LineTranslator(limited).translate([SRC_LINES[:3]]))
+    assert num_ranked == 1
 
 
 def test_mbr_refuses_a_beam_of_one_and_an_unknown_measure() -> None:
