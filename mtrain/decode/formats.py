@@ -126,11 +126,13 @@ class Translation:
 
     Attributes:
         text: the translation.
-        tokens: the target tokens as SentencePiece pieces, eos last.
+        tokens: the target tokens as SentencePiece pieces, eos last; of a split line, eos after each
+            part.
         token_log_probs: the natural logarithm of each token's probability; empty if the search
             computed none.
         log_prob: the natural logarithm of the probability of the whole translation.
-        score: `log_prob` divided by the length penalty.
+        score: `log_prob` divided by the length penalty, plus, with `rerank_weight`, the weighted
+            score of the other direction; of a split line, the mean of its parts by length.
         alignment: pairs of source and target word, numbered from 0; None unless
             `with_alignment`, but () for a blank line.
         flags: names of likely problems, such as loop or empty, sorted.
