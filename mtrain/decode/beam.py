@@ -39,7 +39,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
-from mtrain.model.kv_cache import padded
 from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
 from mtrain.ops.packed_weights import Ints, PackedRows
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens, top_tokens_of
@@ -163,15 +162,15 @@ class OpenRows(Hypotheses):
         written_NT, log_probs_NT = ids_N[:, None][:, :0], log_prob_N[:, None][:, :0]
         return OpenRows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
 
-    def grow(self, rows_N: Ints, ids_N: Ints, log_prob_N: Floats) -> OpenRows:
+    def grow(self, rows_N: Ints, ids_N: Ints, token_log_prob_N: Floats) -> OpenRows:
         """Append a token with its log-probability to each of the old rows `rows_N`."""
         return OpenRows(
             self.sentence_N[rows_N],
             ids_N,
             self.length_N[rows_N] + 1,
-            self.log_prob_N[rows_N] + log_prob_N,
+            self.log_prob_N[rows_N] + token_log_prob_N,
             np.concatenate([self.written_NT.take(rows_N, 0), ids_N[:, None]], 1),
-            np.concatenate([self.log_probs_NT.take(rows_N, 0), log_prob_N[:, None]], 1),
+            np.concatenate([self.log_probs_NT.take(rows_N, 0), token_log_prob_N[:, None]], 1),
         )
 
     def take(self, rows_N: Ints) -> OpenRows:
@@ -287,8 +286,9 @@ class _Sentences(NamedTuple):
         """Append other sentences."""
         width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
         both = [
-            group._replace(prefix_BP=padded(group.prefix_BP, len(group.prefix_BP), width))
+            group._replace(prefix_BP=np.pad(group.prefix_BP, widths, constant_values=-1))
             for group in (self, others)
+            for widths in [((0, 0), (0, width - group.prefix_BP.shape[1]))]
         ]
         return _Sentences._make(np.concatenate(pair) for pair in zip(*both, strict=True))
 

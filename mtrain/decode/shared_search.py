@@ -4,8 +4,8 @@ Each worker decodes on one core. It admits waiting sources while it decodes othe
 each call in turn, so that a long call does not keep a short one waiting. The targets of a source do
 not depend on what is decoded beside it.
 
-A worker is a thread. If one worker is enough, the thread of the first caller decodes until its call
-has ended, and a new thread continues with the calls of other threads.
+A worker runs in a thread of its own. If one worker is enough, the thread of the first caller
+decodes until its call has ended, and a new thread continues with the calls of other threads.
 """
 
 from __future__ import annotations
@@ -122,18 +122,18 @@ class SearchCall(Generic[S]):
         self.best: dict[int, list[Hypothesis]] = {}
         self.error: BaseException | None = None
         self.is_cancelled, self.num_passed = False, 0
-        self.is_done = threading.Event()
+        self.done = threading.Event()
 
     def cancel(self) -> None:
         """End the call; a worker drops its sources."""
         self.is_cancelled = True
-        self.is_done.set()
+        self.done.set()
 
     def add(self, row: int, best: list[Hypothesis]) -> None:
         """Store the hypotheses of a row."""
         self.best[row] = best
         if len(self.best) == len(self.sources):
-            self.is_done.set()
+            self.done.set()
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error."""
@@ -147,8 +147,8 @@ class SearchCall(Generic[S]):
             TimeoutError: at the deadline.
             CancelledError: if it was cancelled before.
         """
-        while not self.is_done.is_set():
-            self.is_done.wait(min(self.limits.seconds_left(), threading.TIMEOUT_MAX))
+        while not self.done.is_set():
+            self.done.wait(min(self.limits.seconds_left(), threading.TIMEOUT_MAX))
 
     def num_cells(self, rows: Rows) -> int:
         """Return the source positions of a padded group, times the targets of each source."""
@@ -212,7 +212,7 @@ class _Worker(Generic[S]):
     def __init__(self, step: Step[S], steps: Steps[S] | None, number: int) -> None:
         self._step, self._steps, self._name = step, steps, f"search-{number}"
         self._lock = threading.Lock()
-        self._is_added = threading.Condition(self._lock)
+        self._added = threading.Condition(self._lock)
         self._is_running = False
         self._calls: list[SearchCall[S]] = []  # ended ones stay until the next is added
         self._waiting: list[tuple[SearchCall[S], deque[Rows]]] = []
@@ -246,7 +246,7 @@ class _Worker(Generic[S]):
             call.wait()
             return
         try:
-            while not call.is_done.is_set():
+            while not call.done.is_set():
                 call.limits.seconds_left()
                 self._advance()
         except BaseException as error:
@@ -262,8 +262,8 @@ class _Worker(Generic[S]):
 
     def _add(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
         self._waiting.append((call, deque(groups)))
-        self._is_added.notify()
-        self._calls = [each for each in self._calls if not each.is_done.is_set()] + [call]
+        self._added.notify()
+        self._calls = [each for each in self._calls if not each.done.is_set()] + [call]
 
     def _restart(self) -> None:
         """Move all sentences that have not ended back to the waiting groups."""
@@ -275,35 +275,35 @@ class _Worker(Generic[S]):
                 if missing := [[row] for row in call.sources if row not in call.best]:
                     self._waiting.append((call, deque(missing)))
                 else:
-                    call.is_done.set()
+                    call.done.set()
 
     def _start_thread(self) -> None:
         """Decode in a new thread; end all calls with an error if it cannot start."""
-        is_set, self._is_running = threading.Event(), True
+        started, self._is_running = threading.Event(), True
         with _NUM_THREADS_LOCK:
             try:
-                threading.Thread(target=self._run, args=[is_set], name=self._name).start()
+                threading.Thread(target=self._run, args=[started], name=self._name).start()
             except RuntimeError as error:
                 self._is_running = False
                 for call in self._calls:
-                    if not call.is_done.is_set():
+                    if not call.done.is_set():
                         call.fail(error)
                 for entries in (self._waiting, self._searches, self._decodings):
                     entries.clear()
                 return
-            is_set.wait()
+            started.wait()
             # threads that have not used PyTorch yet take over the number set last
             torch.set_num_threads(torch.get_num_threads())
 
-    def _run(self, is_set: threading.Event) -> None:
+    def _run(self, started: threading.Event) -> None:
         torch.get_num_threads()  # the first call in a thread takes over the number set last
         torch.set_num_threads(1)
-        is_set.set()
+        started.set()
         while True:
             while self._advance():
                 pass
             with self._lock:
-                if not self._is_added.wait_for(lambda: self._waiting, _IDLE_S):
+                if not self._added.wait_for(lambda: self._waiting, _IDLE_S):
                     self._is_running = False
                     return
 
@@ -311,7 +311,7 @@ class _Worker(Generic[S]):
         """Admit groups, or decode some positions; return False if there is nothing to do."""
         with self._lock:
             for call in self._calls:
-                if call.limits.is_cancelled() and not call.is_done.is_set():
+                if call.limits.is_cancelled() and not call.done.is_set():
                     call.fail(CancelledError())
             groups = self._next_groups()
             if not groups and not self._searches and not self._decodings:
