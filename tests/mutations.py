@@ -615,7 +615,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     Mutation(
         "outdated packed weights of source keys and values are used",
         "mtrain/ops/stacks.py",
-        "self._linear_maps += [each for each in others if isinstance(each, Linear)]",
+        "self._linear_maps += maps",
         "pass",
         "tests/ops/test_stacks.py",
     ),

@@ -40,7 +40,6 @@ from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.ops.packed_weights import Ints, Precision
 from mtrain.ops.stacks import (
     CompiledDecoder,
-    CompiledEncoder,
     CompiledSources,
     LayerModules,
 )
@@ -53,7 +52,6 @@ _MIN_GROUP_POSITIONS = 512  # source positions of a group that is encoded by its
 class Transformer(nn.Module):
     """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
 
-    _compiled_encoder: CompiledEncoder | None = None
     _compiled_sources: CompiledSources | None = None
     _compiled_decoder: CompiledDecoder | None = None
 
@@ -101,11 +99,6 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the memory [B, S, D], the encoder's output for a source."""
         x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS, token_keep_BS)
-        compiled = self._current_encoder()
-        if compiled is not None:
-            compiled_BSD = compiled.encode(x_BSD, src_keep_BS)
-            if compiled_BSD is not None:
-                return compiled_BSD
         keep = src_keep_BS[:, None, None, :]
         if self.config.attention_window is not None:
             keep = keep & near_keep(src_BS.shape[1], self.config.attention_window, x_BSD.device)
@@ -260,18 +253,8 @@ class Transformer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the compiled layers, which point to the weights of this object."""
-        excluded = ("_compiled_encoder", "_compiled_sources", "_compiled_decoder")
+        excluded = ("_compiled_sources", "_compiled_decoder")
         return {name: value for name, value in vars(self).items() if name not in excluded}
-
-    def _current_encoder(self) -> CompiledEncoder | None:
-        """Return the compiled encoder; None where layers must run one by one."""
-        if torch.is_grad_enabled() or self.config.attention_window is not None:
-            return None
-        compiled = self._compiled_encoder
-        if compiled is None or not compiled.is_current():
-            compiled = CompiledEncoder.of(self._stack_modules(self.encoder), self.config.num_heads)
-            self._compiled_encoder = compiled
-        return compiled
 
     def _compiled_source_keys_values(
         self, src_BS: Tensor, slots_BS: Ints, groups: Sequence[tuple[slice, int]]

@@ -38,7 +38,7 @@ from mtrain.ops.native import (
 )
 from mtrain.ops.packed_weights import Ints
 
-# above this many, the compiled encoder is slower than its layers: it holds all scores of a head
+# above this many, one call is slower than layer by layer: it holds all scores of a head
 _MAX_SOURCE_POSITIONS = 512
 
 
@@ -75,21 +75,34 @@ class LayerModules(NamedTuple):
 
 
 class _CompiledStack:
-    """Layers with packed weights, which detect when their modules or weights change.
+    """Layers with packed weights and their embedding, which detect when modules or weights change.
 
     Args:
         layers: from the first to the last.
-        others: other modules that run in the same call; their linear maps have packed weights, too.
+        inputs: embedding, positional encoding and dropout; the first layer's input is the dropout
+            of the sum of the scaled embedding and what the second returns.
         num_heads: of each attention.
+        maps: from an encoder's output to the source keys and values of each layer of the decoder;
+            empty in a decoder.
+        window: positions before the newest that a decoder's self-attention reads; None is all.
     """
 
     def __init__(
-        self, layers: Sequence[LayerModules], others: Sequence[nn.Module], num_heads: int
+        self,
+        layers: Sequence[LayerModules],
+        inputs: tuple[nn.Embedding, nn.Module, Dropout],
+        num_heads: int,
+        maps: Sequence[Linear] = (),
+        window: int | None = None,
     ) -> None:
         self._layers, self._num_heads = layers, num_heads
         self._d_model, self._d_ff = layers[0].inner.in_features, layers[0].inner.out_features
         self._head_size = self._d_model // num_heads
-        self._modules, self._parameters = _descendants(layers, others)
+        self.table_VD = inputs[0].weight.detach()
+        self.window = sys.maxsize if window is None else window + 1
+        self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
+        self._num_pools = len(maps) or len(layers)
+        self._modules, self._parameters = _descendants(layers, (*inputs, *maps))
         self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
         self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._contents: list[Any] = [  # the dictionaries of submodules and parameters
@@ -100,11 +113,28 @@ class _CompiledStack:
         ]
         self._values = self._read_values()
         self._linear_maps = [linear for layer in layers for linear in layer.linear_maps().values()]
-        self._linear_maps += [each for each in others if isinstance(each, Linear)]
+        self._linear_maps += maps
         self._packed = [linear._packed for linear in self._linear_maps]
         self._norms = [norm for layer in layers for norm in layer.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
         self.weights = (StackLayer * len(layers))(*map(_weights_of, layers))
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerModules],
+        inputs: tuple[nn.Embedding, nn.Module, Dropout],
+        num_heads: int,
+        maps: Sequence[Linear] = (),
+        window: int | None = None,
+    ) -> Self | None:
+        """Return the compiled modules; None where they must run one operation after the other."""
+        if not _can_be_compiled(layers, (*inputs, *maps)):
+            return None
+        d_model = layers[0].inner.in_features
+        is_usable = _is_table(inputs[0], d_model)
+        is_usable &= all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
+        return cls(layers, inputs, num_heads, maps, window) if is_usable else None
 
     def is_current(self) -> bool:
         """Tell whether modules and weights are unchanged since they were packed."""
@@ -118,20 +148,24 @@ class _CompiledStack:
             and all(packed is not None and packed.has_same_values() for packed in self._packed)
         )
 
-    def _functions_for(self, *tensors: Tensor) -> Functions | None:
-        """Return the compiled functions; None where layers must run one operation after the other.
+    def functions_for(self, encodings_TD: Tensor, *caches: Sequence[Tensor]) -> Functions | None:
+        """Return the compiled functions if they take these encodings and pools [R, X].
 
-        This is so where gradients are enabled, and after a weight was changed in place.
+        They are not used where gradients are enabled, and after a weight was changed in place.
         """
         if torch.is_grad_enabled() or self._read_versions() != self._versions:
             return None
-        functions = functions_for(*tensors)
-        return None if functions is None or functions.dtype_name != "float" else functions
-
-    def _encoder_shape(self, source_shape: Sequence[int]) -> EncoderShape:
-        """Return the sizes for sources [B, S]."""
-        sizes = (*source_shape, self._num_heads, self._head_size, self._d_ff)
-        return EncoderShape(len(self._layers), *sizes, self._head_size**-0.5)
+        functions = functions_for(encodings_TD)
+        is_usable = (
+            functions is not None
+            and functions.dtype_name == "float"
+            and _is_float(encodings_TD)
+            and encodings_TD.shape[1:] == (self._d_model,)
+            and all(len(pools) == self._num_pools for pools in caches)
+            and all(_is_pool(pools, self._d_model) for pools in caches)
+            and len({layer_RX.dtype for pools in caches for layer_RX in pools}) == 1
+        )
+        return functions if is_usable else None
 
     def _read_versions(self) -> list[int]:
         """Return the version counter of each parameter; in-place operations increment it."""
@@ -151,107 +185,11 @@ class _CompiledStack:
         return [*chain.from_iterable(map(dict.values, self._contents))]
 
 
-class CompiledEncoder(_CompiledStack):
-    """The layers of an encoder with packed weights, as one compiled call.
-
-    It computes what the layers compute one operation after the other: bit for bit up to 128 source
-    positions, above which the layers use PyTorch's attention.
-    """
-
-    @staticmethod
-    def of(layers: Sequence[LayerModules], num_heads: int) -> CompiledEncoder | None:
-        """Return the compiled layers; None where they must run one operation after the other."""
-        return CompiledEncoder(layers, (), num_heads) if _can_be_compiled(layers, ()) else None
-
-    def encode(self, x_BSD: Tensor, keep_BS: Tensor) -> Tensor | None:
-        """Return the output [B, S, D] of the last layer; None where layers must run one by one.
-
-        Args:
-            x_BSD: the input of the first layer.
-            keep_BS: bool, False masks a position.
-
-        Raises:
-            MemoryError: if the work space cannot be allocated.
-        """
-        functions = self._functions_for(x_BSD)
-        if (
-            functions is None
-            or x_BSD.dim() != 3
-            or x_BSD.shape[2] != self._d_model
-            or not (is_plain(keep_BS) and keep_BS.dtype is torch.bool)
-            or keep_BS.shape != x_BSD.shape[:2]
-            or keep_BS.shape[1] > _MAX_SOURCE_POSITIONS
-        ):
-            return None
-        shape = self._encoder_shape(keep_BS.shape)
-        states_BSD = x_BSD.clone(memory_format=torch.contiguous_format)
-        tensors = (keep_BS.contiguous(), states_BSD)
-        functions.call("encoder", tensors, structures=(shape, self.weights))
-        return states_BSD
-
-
-class _EmbeddedStack(_CompiledStack):
-    """A stack that also embeds its input, and reads or writes key-value pools.
-
-    Args:
-        layers, num_heads: as in `_CompiledStack`.
-        inputs: embedding, positional encoding and dropout; the first layer's input is the dropout
-            of the sum of the scaled embedding and what the second returns.
-        maps: from an encoder's output to the source keys and values of each layer of the decoder;
-            empty in a decoder.
-        window: positions before the newest that a decoder's self-attention reads; None is all.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerModules],
-        inputs: tuple[nn.Embedding, nn.Module, Dropout],
-        num_heads: int,
-        maps: Sequence[Linear] = (),
-        window: int | None = None,
-    ) -> None:
-        super().__init__(layers, (*inputs, *maps), num_heads)
-        self.table_VD = inputs[0].weight.detach()
-        self.window = sys.maxsize if window is None else window + 1
-        self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
-        self._num_pools = len(maps) or len(layers)
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[LayerModules],
-        inputs: tuple[nn.Embedding, nn.Module, Dropout],
-        num_heads: int,
-        maps: Sequence[Linear] = (),
-        window: int | None = None,
-    ) -> Self | None:
-        """Return the compiled modules; None where they must run one operation after the other."""
-        if not _can_be_compiled(layers, (*inputs, *maps)):
-            return None
-        d_model = layers[0].inner.in_features
-        is_usable = _is_table(inputs[0], d_model)
-        is_usable &= all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
-        return cls(layers, inputs, num_heads, maps, window) if is_usable else None
-
-    def functions_for(self, encodings_TD: Tensor, *caches: Sequence[Tensor]) -> Functions | None:
-        """Return the compiled functions if they take these encodings and pools [R, X]."""
-        functions = self._functions_for(encodings_TD)
-        is_usable = (
-            functions is not None
-            and _is_float(encodings_TD)
-            and encodings_TD.shape[1:] == (self._d_model,)
-            and all(len(pools) == self._num_pools for pools in caches)
-            and all(_is_pool(pools, self._d_model) for pools in caches)
-            and len({layer_RX.dtype for pools in caches for layer_RX in pools}) == 1
-        )
-        return functions if is_usable else None
-
-
-class CompiledSources(_EmbeddedStack):
+class CompiledSources(_CompiledStack):
     """Embedding, encoder, and source keys and values of a decoder's layers, as one compiled call.
 
-    It computes what they compute one operation after the other, with the same bits as in
-    `CompiledEncoder`.
+    It computes what they compute one operation after the other: bit for bit up to 128 source
+    positions, above which the layers use PyTorch's attention.
     """
 
     def write(
@@ -278,10 +216,11 @@ class CompiledSources(_EmbeddedStack):
         ):
             return False
         ids_BS, slots_BS = np.ascontiguousarray(ids_BS), np.ascontiguousarray(slots_BS)
+        layer_sizes = (self._num_heads, self._head_size, self._d_ff)
         sizes = (len(self.table_VD), len(encodings_TD), len(pools), len(pools[0]))
         in_bf16 = pools[0].dtype is torch.bfloat16
         structures = (
-            self._encoder_shape(ids_BS.shape),
+            EncoderShape(len(self._layers), *ids_BS.shape, *layer_sizes, self._head_size**-0.5),
             self.weights,
             SourcesShape(*sizes, in_bf16, math.sqrt(self._d_model)),
             self._maps,
@@ -293,7 +232,7 @@ class CompiledSources(_EmbeddedStack):
         return True
 
 
-class CompiledDecoder(_EmbeddedStack):
+class CompiledDecoder(_CompiledStack):
     """The layers of a decoder with packed weights, as one compiled call for the newest positions.
 
     It computes what the layers compute one operation after the other, bit for bit.

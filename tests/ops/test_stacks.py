@@ -15,7 +15,7 @@ from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.ops.packed_weights import Precision
-from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, CompiledSources
+from mtrain.ops.stacks import CompiledDecoder, CompiledSources
 
 CONFIGS = {
     "post": model_config(),
@@ -67,7 +67,6 @@ def one_by_one(model: Transformer, precision: Precision = "float32") -> list[Ten
     apart = copy.deepcopy(model)
     apart.pack_weights(precision)
     apart._compile_decoder = lambda: None  # type: ignore[method-assign]
-    apart._current_encoder = lambda: None  # type: ignore[method-assign]
     apart._current_sources = lambda: None  # type: ignore[method-assign]
     return decoded(apart)
 
@@ -121,7 +120,7 @@ def test_layers_whose_weights_were_shortened_do_not_use_the_compiled_decoder(cal
         outer.weight = nn.Parameter(outer.weight[:, :8].clone())
     model.pack_weights()
     assert all(map(torch.equal, decoded(model), one_by_one(model)))
-    assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
+    assert not {"encode_sources", "decoder_step"} & {*calls}
 
 
 @torch.no_grad()
@@ -207,7 +206,7 @@ def test_compiled_stacks_are_not_used_in_training_mode(calls):
     assert "decoder_step" not in calls
     with torch.no_grad():
         decoded(model)
-    assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
+    assert not {"encode_sources", "decoder_step"} & {*calls}
 
 
 def test_compiled_stacks_are_not_used_where_gradients_are_needed(calls):
@@ -218,20 +217,7 @@ def test_compiled_stacks_are_not_used_where_gradients_are_needed(calls):
     logits = model.decode_step(ids(3, 0), start(model))[:]
     grads = torch.autograd.grad(logits.sum(), list(model.decoder[0].parameters()))
     assert all(grad.any() for grad in grads)
-    assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
-
-
-@PRECISIONS
-@pytest.mark.parametrize("name", CONFIGS)
-@torch.no_grad()
-def test_the_compiled_encoder_equals_its_layers_bit_for_bit(name, precision, calls):
-    model = packed(CONFIGS[name], precision)
-    src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
-    found = model.encode(src_BS, keep_BS)
-    assert calls.count("encoder") == (name != "window")
-    model._current_encoder = lambda: None  # type: ignore[method-assign]
-    assert torch.equal(found, model.encode(src_BS, keep_BS))
-    assert calls.count("encoder") == (name != "window")
+    assert not {"encode_sources", "decoder_step"} & {*calls}
 
 
 @PRECISIONS
@@ -246,7 +232,7 @@ def test_compiled_sources_equal_those_of_their_modules_bit_for_bit(
     found = start(model)
     num_calls = 0 if name == "window" else 1 if min_positions > 21 else 3
     assert calls.count("encode_sources") == num_calls
-    assert name == "window" or not {"encoder", "packed_linear"} & {*calls}
+    assert name == "window" or "packed_linear" not in calls
     model._current_sources = lambda: None  # type: ignore[method-assign]
     expected = start(model)
     assert calls.count("encode_sources") == num_calls
@@ -258,14 +244,14 @@ def test_compiled_sources_equal_those_of_their_modules_bit_for_bit(
 
 @torch.no_grad()
 def test_sources_above_512_positions_are_encoded_layer_by_layer(calls):
-    """Whose scores the compiled encoder would hold all at once."""
+    """Whose scores one call would hold all at once."""
     model = packed()
     for length, num_calls in ((512, 1), (513, 0)):
         src_BS, keep_BS = ids(length, 3)[None], left_keep([length])
         calls.clear()
         memory_BSD = model.encode(src_BS, keep_BS)
         cache = model.start(src_BS, keep_BS)
-        assert calls.count("encoder") == calls.count("encode_sources") == num_calls
+        assert calls.count("encode_sources") == num_calls
         (source_RX, *_), layer = cache.sources.layers, model.decoder[0]
         torch.testing.assert_close(source_RX, layer.project_source(memory_BSD[0]))
 
@@ -338,37 +324,6 @@ def test_compiled_sources_return_false_for_unsupported_arguments():
     with torch.enable_grad():
         assert sources.write(ids_BS, slots_BS, encodings_TD, pools) is False
     assert not any(pool_RX.any() for pool_RX in pools)
-
-
-@torch.no_grad()
-def test_attention_maps_do_not_use_the_compiled_encoder(calls):
-    model = packed()
-    src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
-    model.encode(src_BS, keep_BS)
-    assert "encoder" in calls
-    calls.clear()
-    maps = model.attention_maps(src_BS, keep_BS, src_BS)
-    assert [len(weights) for weights in maps] == [2, 2, 2]
-    assert "encoder" not in calls
-
-
-@torch.no_grad()
-def test_the_compiled_encoder_returns_none_for_unsupported_arguments():
-    model = packed()
-    encoder = CompiledEncoder.of(model._stack_modules(model.encoder), 2)
-    assert encoder is not None
-    x_BSD, keep_BS = torch.randn(3, 7, 12), left_keep(SRC_LENGTHS)
-    assert encoder.encode(x_BSD, keep_BS) is not None
-    for wrong in (
-        (x_BSD[0], keep_BS),
-        (x_BSD.double(), keep_BS),
-        (x_BSD[..., :6], keep_BS),
-        (x_BSD, keep_BS[:, :6]),
-        (x_BSD, keep_BS.int()),
-        (x_BSD, keep_BS.to("meta")),
-        (x_BSD[:0], keep_BS[:0]),
-    ):
-        assert encoder.encode(*wrong) is None
 
 
 class Step(NamedTuple):
