@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig, TokenizerConfig
 from mtrain.data.batch import Batch, MicroBatch, MicroBatchSplit, Position, UpdateBatches
+from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step
+from mtrain.decode.options import DecodingOptions
 from mtrain.model.transformer import Transformer
 from mtrain.run.load_model import build_model
 from mtrain.tokenizer import sentencepiece
@@ -85,6 +87,22 @@ def vocabularies(kind: str = "unigram", shared: bool = True, vocab_size: int = 4
     )
     pairs = zip(SRC_LINES, TGT_LINES, strict=True)
     return sentencepiece.train(config, pairs, len(SRC_LINES), seed=1)
+
+
+@torch.inference_mode()
+def beam(
+    step: Step[S], groups: Iterator[RequestGroup[S]], options: DecodingOptions
+) -> list[list[Hypothesis]]:
+    """The best hypotheses of each sentence; groups are admitted as rows become free."""
+    search = BeamSearch(step, options)
+    waiting = next(groups, None)
+    while True:
+        while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):
+            search.admit(waiting)
+            waiting = next(groups, None)
+        if not search.num_open:
+            return [search.take_best(number) for number in range(search.num_sentences)]
+        search.advance()
 
 
 class Prefixes:

@@ -832,13 +832,13 @@ SEARCH = [
     ),
     search(
         "groups are admitted only when all others have ended",
-        "while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):",
-        "while waiting is not None and not search.num_open:",
+        "return num_places <= (NUM_GROUPS - 1) * num_new * self.options.beam",
+        "return False",
     ),
     search(
         "groups are admitted without a limit",
-        "while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):",
-        "while waiting is not None:",
+        "return num_places <= (NUM_GROUPS - 1) * num_new * self.options.beam",
+        "return True",
     ),
     search(
         "prefix tokens have log-probability 0",

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -127,28 +127,6 @@ def length_penalty(length: Length, alpha: float) -> Length:
 def penalties(max_length: int, alpha: float) -> Floats:
     """Return `length_penalty` of the numbers of tokens from 0 to at least `max_length` + 2."""
     return length_penalty(np.arange(2 ** (max_length + 2).bit_length(), dtype=np.float64), alpha)
-
-
-@torch.inference_mode()
-def beam(
-    step: Step[S], groups: Iterator[RequestGroup[S]], options: DecodingOptions
-) -> list[list[Hypothesis]]:
-    """Return the `num_best` best hypotheses of each sentence, best first.
-
-    Waiting groups are admitted as rows become free; the results do not depend on when.
-
-    Raises:
-        NotFiniteError: if the logits are not finite.
-    """
-    search = BeamSearch(step, options)
-    waiting = next(groups, None)
-    while True:
-        while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):
-            search.admit(waiting)
-            waiting = next(groups, None)
-        if not search.num_open:
-            return [search.take_best(number) for number in range(search.num_sentences)]
-        search.advance()
 
 
 class OpenRows(Hypotheses):

@@ -39,7 +39,7 @@ def sample_steps(
     Yields after each position.
 
     Args:
-        step: as in `beam`.
+        step: as of `BeamSearch`.
         group: the sentences.
         settings: temperature, top_k and top_p.
         uniform_NT: random numbers in [0, 1), a row for each target, the same number for each

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mtrain.config.sections import Config
 from mtrain.data.batch import Batch, keep_first, pad_right
-from mtrain.decode import beam as beam_search
-from mtrain.decode.beam import Constraints, RequestGroup
+from mtrain.decode.beam import BeamSearch, Constraints, RequestGroup
 from mtrain.decode.options import DecodingOptions
 from mtrain.errors import RunError
 from mtrain.exporters import onnx_graphs, parity
@@ -198,11 +197,12 @@ class OnnxModel(ExportedModel):
             constraints = Constraints(bos, eos, self._never, limits_B)
             src = [sources[row] for row in rows]
             state = self.start(pad_right(src, pad), keep_first([len(ids) for ids in src]))
-            group = RequestGroup(state, constraints)
-            best = beam_search.beam(step, iter([group]), options)
-            return [
-                ExportedHypothesis(first.ids, first.log_prob, has_ended=True) for first, *_ in best
-            ]
+            search = BeamSearch(step, options)
+            numbers = search.admit(RequestGroup(state, constraints))
+            while search.num_open:
+                search.advance()
+            best = [search.take_best(number)[0] for number in numbers]
+            return [ExportedHypothesis(each.ids, each.log_prob, has_ended=True) for each in best]
 
         return in_batches([len(ids) for ids in sources], search_rows)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pytest
 import torch
-from builders import Prefixes, TableModel, left_keep, model_config, transformer
+from builders import Prefixes, TableModel, beam, left_keep, model_config, transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +22,6 @@ from mtrain.decode.beam import (
     Hypothesis,
     NotFiniteError,
     RequestGroup,
-    beam,
     length_penalty,
 )
 from mtrain.decode.options import DecodingOptions, Sampling

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from builders import Prefixes, left_keep, model_config, transformer
+from builders import Prefixes, beam, left_keep, model_config, transformer
 from torch import Tensor
 
-from mtrain.decode.beam import Constraints, Hypothesis, RequestGroup, beam
+from mtrain.decode.beam import Constraints, Hypothesis, RequestGroup
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Ensemble, EnsembleState, Padded
 from mtrain.model.transformer import SelfAttention, Transformer
