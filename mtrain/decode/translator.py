@@ -39,7 +39,6 @@ from mtrain.decode.shared_search import (
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
-from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
 from mtrain.ops.packed_weights import Ints, PackedRows
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
@@ -81,23 +80,6 @@ class Ensemble:
         if len(logits) == 1:
             return logits[0]
         return _log_mean([model_logits[:] for model_logits in logits])
-
-    def search_steps(
-        self,
-        state: EnsembleState,
-        rows: Hypotheses,
-        num_places_B: Ints,
-        best_BM: Floats,
-        rules: SearchRules,
-    ) -> SearchSteps | None:
-        """Decode some positions of a beam search in one call; None if `step` must decode the next.
-
-        As `Transformer.search_steps`; None for an ensemble of several models.
-        """
-        if len(self.models) > 1:
-            return None
-        (cache,) = state.states
-        return self.models[0].search_steps(cache, rows, num_places_B, best_BM, rules)
 
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor, tgt_out_BT: Tensor) -> Tensor:
         """Return the log-probability [B, T] of each token of given targets, in float64."""
@@ -208,7 +190,11 @@ class Translator:
         self.reverse: Translator | None = None
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
             lambda ids_N, state: self.ensemble.step(ids_N, state),
-            lambda state, *arguments: self.ensemble.search_steps(state, *arguments),
+            lambda state, *arguments: (  # several models decode one position after the other
+                self.model.search_steps(state.states[0], *arguments)
+                if len(state.states) == 1
+                else None
+            ),
         )
 
     @property

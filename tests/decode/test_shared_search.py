@@ -66,7 +66,7 @@ def wait_for_search_threads() -> None:
 
 def step_by_step(translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each position be decoded by `Ensemble.step`."""
-    monkeypatch.setattr(translator.ensemble, "search_steps", lambda *arguments: None)
+    monkeypatch.setattr(translator.model, "search_steps", lambda *arguments: None)
 
 
 class Gate:
