@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from mtrain.decode.shared_search import (
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
+from mtrain.ops.beam_search import SearchSteps
 from mtrain.ops.packed_weights import Ints, PackedRows
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
@@ -80,6 +81,11 @@ class Ensemble:
         if len(logits) == 1:
             return logits[0]
         return _log_mean([model_logits[:] for model_logits in logits])
+
+    def search_steps(self, state: EnsembleState, *arguments: Any) -> SearchSteps | None:
+        """Call `Transformer.search_steps`; None for several models, which decode step by step."""
+        is_one = len(state.states) == 1
+        return self.models[0].search_steps(state.states[0], *arguments) if is_one else None
 
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor, tgt_out_BT: Tensor) -> Tensor:
         """Return the log-probability [B, T] of each token of given targets, in float64."""
@@ -190,11 +196,7 @@ class Translator:
         self.reverse: Translator | None = None
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
             lambda ids_N, state: self.ensemble.step(ids_N, state),
-            lambda state, *arguments: (  # several models decode one position after the other
-                self.model.search_steps(state.states[0], *arguments)
-                if len(state.states) == 1
-                else None
-            ),
+            lambda state, *arguments: self.ensemble.search_steps(state, *arguments),
         )
 
     @property
