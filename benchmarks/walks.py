@@ -44,15 +44,13 @@ class Trace:
     """The files of the package in which functions were called.
 
     Args:
-        starts: names of a function, as `file.py name`, whose first call opens the trace.
+        starts: name of a function, as `file.py name`, whose first call opens the trace.
         ends: name of a function, likewise, whose first return closes it.
         skips: qualified names of functions inside which nothing counts; other threads than the
             main one do not count either, if there are any.
     """
 
-    def __init__(
-        self, starts: tuple[str, ...] = (), ends: str = "", skips: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, starts: str = "", ends: str = "", skips: tuple[str, ...] = ()) -> None:
         self.files: set[str] = set()
         self.starts, self.ends, self.skips = starts, ends, skips
         self.is_open = not starts
@@ -67,8 +65,8 @@ class Trace:
         if event == "call":
             hidden = getattr(self.local, "hidden", 0) + is_hidden
             self.local.hidden = hidden
-            if self.starts and f"{Path(code.co_filename).name} {code.co_name}" in self.starts:
-                self.is_open, self.starts = True, ()
+            if self.starts and f"{Path(code.co_filename).name} {code.co_name}" == self.starts:
+                self.is_open, self.starts = True, ""
             if self.is_open and not hidden and code.co_filename.startswith(PACKAGE):
                 self.files.add(code.co_filename.removeprefix(PACKAGE))
         elif event == "return":
@@ -128,15 +126,16 @@ def main() -> None:
         Path("config.yaml").write_text(CONFIG, "utf-8")
         Path("line.en").write_text("The old farmer is tired.\n", "utf-8")
         translates = ("LineTranslator.translate", "Stream.translate", "load")
-        updates = ("training.py _update", "trainer.py _update")
-        readers = ("files.py read_blocks", "lines.py read_blocks")
         walks = {
             "config to the first batch": (["train", "config.yaml"], Trace(ends="batch.py collate")),
             "batch to a checkpoint": (
                 ["train", "config.yaml", "--run", "other"],
-                Trace(starts=updates, ends="checkpoint.py save"),
+                Trace(starts="trainer.py _update", ends="checkpoint.py save"),
             ),
-            "line to stdout": (["translate", "run", "line.en"], Trace(starts=readers)),
+            "line to stdout": (
+                ["translate", "run", "line.en"],
+                Trace(starts="lines.py read_blocks"),
+            ),
             "run to its scores": (["eval", "run"], Trace(skips=translates)),
         }
         for name, (arguments, traced) in walks.items():
