@@ -136,11 +136,6 @@ def test_the_modules_of_a_folder_import_each_other_without_a_cycle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_topological_sort_refuses_a_cycle() -> None:
-    with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
-
-
 def test_only_four_modules_are_outside_the_folders() -> None:
     outside = {module for module in MODULES if "/" not in module}
     assert outside == {"__init__", "__main__", "api", "errors"}
@@ -217,9 +212,9 @@ def test_the_check_for_loaded_packages_finds_torch_and_numpy() -> None:
 LIGHT = ["api", "errors", "cli.main", "config.config_file", "io.atomic", "io.lines", "run.run_dir"]
 
 
-@pytest.mark.parametrize("module", [*LIGHT, "run.logger"])
-def test_a_light_module_loads_no_heavy_package(module: str) -> None:
-    assert loaded_after(f"import mtrain.{module}") == set()
+def test_a_light_module_loads_no_heavy_package() -> None:
+    modules = (f"mtrain.{name}" for name in [*LIGHT, "run.logger"])
+    assert loaded_after(f"import {', '.join(modules)}") == set()
 
 
 @pytest.mark.parametrize(
