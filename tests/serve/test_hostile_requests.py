@@ -266,12 +266,17 @@ def connect_with_a_small_buffer(client: Client) -> socket.socket:
     return opened
 
 
+def wait_until_in_flight(client: Client, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while f"in_flight {count}".encode() not in client.get("/metrics").body:
+        assert time.monotonic() < deadline
+
+
 def request_without_reading(client: Client) -> socket.socket:
     """Send requests; return once the server cannot send all answers."""
     opened = connect_with_a_small_buffer(client)
     opened.sendall(b"GET /page.js HTTP/1.1\r\nHost: x\r\n\r\n" * 9)
-    while b"in_flight 2" not in client.get("/metrics").body:
-        pass
+    wait_until_in_flight(client, 2)
     return opened
 
 
@@ -280,8 +285,7 @@ def test_a_client_that_does_not_read_its_answers_is_disconnected(
 ) -> None:
     monkeypatch.setattr(server, "_STALLED_S", 0.3)
     with running(pair_models) as client, request_without_reading(client):
-        while b"in_flight 1" not in client.get("/metrics").body:
-            pass
+        wait_until_in_flight(client, 1)
 
 
 def test_a_client_that_takes_enough_of_its_answers_in_time_gets_all_of_them(
@@ -292,7 +296,9 @@ def test_a_client_that_takes_enough_of_its_answers_in_time_gets_all_of_them(
     with running(pair_models) as client, request_without_reading(client) as opened:
         received = b""
         while received.count(b"HTTP/1.1 200 OK") < 9 or not received.endswith(b"start();\n"):
-            received += opened.recv(65536)
+            part = opened.recv(65536)
+            assert part
+            received += part
             time.sleep(0.001)
 
 
