@@ -154,6 +154,16 @@ class ForkedProcess:
         self.wait()
 
 
+def printed_by(main: Callable[[], object], *arguments: str) -> str:
+    """Run a program in a process of its own; return what it prints to stdout."""
+    process = ForkedProcess(main, ["program", *arguments], stdout=PIPE, stderr=PIPE, text=True)
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        out, error = process.stdout.read(), process.stderr.read()
+        assert process.wait() == 0, error
+    return out
+
+
 class MtrainProcess(ForkedProcess):
     """`mtrain ARGUMENTS` in a process of its own."""
 

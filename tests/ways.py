@@ -1,12 +1,13 @@
 """The ways in which an operation computes, plain or compiled, held to the same in float64."""
 
 import math
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from fork_server import printed_by
 from torch import Tensor
 
 from mtrain.ops.dropout import Dropout, DropoutMask
@@ -113,25 +114,17 @@ def five_deviations(rate: float, count: int) -> float:
 
 MULTIPLYING = pytest.mark.parametrize("way", MULTIPLIED, ids=str)
 MULTIPLYING_PAIRS = pytest.mark.parametrize("way", MULTIPLIED[1:], ids=str)
-SAY_MOST = """
-import sys
-import torch
-from mtrain.ops import native
-from mtrain.ops.cross_entropy import ProjectedCrossEntropy
-from mtrain.ops.topk import Projection, top_tokens
-
-def most() -> int:  # KiB
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-"""
 
 
-def growth(script: str, *arguments: str) -> int:
-    """Run a script in a process of its own, and return the KiB that it says."""
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
-    return int(done.stdout)
+def peak() -> int:
+    """Return the KiB of memory that this process has held at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def growth(main: Callable[[], None], *arguments: str) -> int:
+    """Run a program in a process of its own, and return the KiB that it prints."""
+    return int(printed_by(main, *arguments))
 
 
 # a NaN that rounding as if it were a number makes 0, -0 or infinite; and one that it keeps

@@ -1,13 +1,15 @@
 """Compare attention, in PyTorch and in C, with the formula written out in float64."""
 
 import math
-import subprocess
+import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fork_server import printed_by
 from torch import Tensor
 from ways import (
     BOTH_PATHS,
@@ -26,6 +28,7 @@ from ways import (
 )
 
 from mtrain.ops import attention as attention_module
+from mtrain.ops import native
 from mtrain.ops.attention import attention, chunk_last, paged_attention
 from mtrain.ops.dropout import Dropout
 
@@ -348,38 +351,25 @@ def test_attention_with_extreme_scores_equals_the_formula(way, calls):
     assert_mixed(way, [q, k, v], keep_of("padding", 5, 7), floor=1e-7)
 
 
-RUN_OUT_OF_MEMORY = """
-import resource, sys
-import torch
-from mtrain.ops import native
-from mtrain.ops.attention import attention
-
-assert native.compiled() is not None
-
-def leave_only(num_bytes: int) -> None:
-    with open("/proc/self/statm") as pages:
-        held = int(pages.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, resource.RLIM_INFINITY))
-
-q, keys = torch.ones(1, 1, 200_000, 1, requires_grad=True), torch.ones(1, 1, 100, 1)
-torch.ones(1, requires_grad=True).sum().backward()  # which starts a thread
-if sys.argv[1] == "backward":
-    out = attention(q, keys, keys, None).sum()
-leave_only(20_000_000)
-try:
-    attention(q, keys, keys, None) if sys.argv[1] == "forward" else out.backward()
-except MemoryError:
-    print("MemoryError")
-"""
+def run_out_of_memory() -> None:
+    assert native.compiled() is not None
+    q, keys = torch.ones(1, 1, 200_000, 1, requires_grad=True), torch.ones(1, 1, 100, 1)
+    torch.ones(1, requires_grad=True).sum().backward()  # which starts a thread
+    if sys.argv[1] == "backward":
+        out = attention(q, keys, keys, None).sum()
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + 20_000_000, resource.RLIM_INFINITY))
+    try:
+        attention(q, keys, keys, None) if sys.argv[1] == "forward" else out.backward()
+    except MemoryError:
+        print("MemoryError")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much a process holds")
 @pytest.mark.parametrize("way_through", ["forward", "backward"])
 def test_attention_raises_memory_error_when_memory_runs_out(calls, way_through):
     """Training then splits the micro-batch in halves."""
-    command = [sys.executable, "-c", RUN_OUT_OF_MEMORY, way_through]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "MemoryError\n", "")
+    assert printed_by(run_out_of_memory, way_through) == "MemoryError\n"
 
 
 HEADS = [(1, 1), (2, 6), (3, 16), (1, 17), (3, 32), (2, 64), (1, 257)]  # how many, width

@@ -5,16 +5,14 @@ Each case below runs in a forked process of its own: a crash fails only its own 
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fork_server import printed_by
 from torch import Tensor, nn
 
 from mtrain.ops import native
@@ -487,8 +485,6 @@ def _outcome(function: Callable[[], None]) -> str:
 
 def run_cases() -> None:
     """Print the outcome of each case as JSON."""
-    import torch._dynamo  # once here, and not in every fork that needs it
-
     torch.set_num_threads(1)
     native.Functions.has_fast_matmul = lambda functions: True  # as on a processor that has it
     assert native.compiled() is not None
@@ -499,15 +495,7 @@ def run_cases() -> None:
 def outcomes() -> dict[str, str]:
     if native.compiled() is None:
         pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
-    here = Path(__file__).parent
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent, *sys.path))),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", f"import {Path(__file__).stem} as cases; cases.run_cases()"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, str] = json.loads(printed_by(run_cases))
     return found
 
 
