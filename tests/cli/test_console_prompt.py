@@ -1,13 +1,9 @@
 """`mtrain translate` at a terminal: typed lines are translated; Ctrl-D and Ctrl-C end it."""
 
 import contextlib
-import fcntl
 import os
 import re
 import select
-import subprocess
-import sys
-import termios
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import open_terminal
+from fork_server import MtrainProcess
 
 from mtrain.run.run_dir import RunDir
 
@@ -26,13 +23,13 @@ class Terminal:
 
     def __init__(self, *arguments: str | Path, term: str, stdout: int | None = None) -> None:
         self._master, terminal = open_terminal()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mtrain", *map(str, arguments)],
+        self.process = MtrainProcess(
+            *arguments,
             stdin=terminal,
             stdout=terminal if stdout is None else stdout,
             stderr=terminal,
             env=os.environ | {"TERM": term},
-            preexec_fn=_take_the_terminal,
+            has_terminal=True,
         )
         os.close(terminal)
         self.raw = b""
@@ -73,12 +70,6 @@ class Terminal:
             self.raw += part
             return bool(part)
         return False
-
-
-def _take_the_terminal() -> None:
-    """Let Ctrl-C at the terminal reach the child."""
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture

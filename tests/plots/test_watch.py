@@ -6,13 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import Cli
 from fork_server import MtrainProcess
-from matplotlib.figure import Figure
 from tasks import write_task
 
 from mtrain.plots import draw
@@ -21,16 +19,7 @@ from mtrain.run.run_dir import RunDir
 CURVES = ["curves.png", "curves.svg"]
 
 
-@pytest.fixture(autouse=True)
-def only_the_curves_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the other plots by placeholders; their content is tested elsewhere."""
-    encode = draw.encode
-
-    def encode_curves(draw_figure: partial[Figure]) -> dict[str, bytes]:
-        is_curves = draw_figure.func is draw.draw_curves
-        return encode(draw_figure) if is_curves else {"png": b"a picture", "svg": b"<svg/>"}
-
-    monkeypatch.setattr(draw, "encode", encode_curves)
+pytestmark = pytest.mark.usefixtures("sketched")
 
 
 @pytest.fixture
