@@ -168,6 +168,12 @@ def describe() -> str:
     return f"compiled for {loaded.instruction_set}"
 
 
+def usable_sets() -> list[build.InstructionSet]:
+    """Return the instruction sets that this processor can run."""
+    features = processor_features()
+    return [isa for isa in build.instruction_sets() if features.issuperset(isa.features)]
+
+
 @functools.cache
 def library() -> Library:
     """Return the best library for this processor, or the one that `MTRAIN_NATIVE` selects.
@@ -178,12 +184,11 @@ def library() -> Library:
     setting = os.environ.get("MTRAIN_NATIVE", "")
     if setting == "0":
         return Library(None, reason="MTRAIN_NATIVE=0")
-    features, known = processor_features(), build.instruction_sets()
-    usable = [isa for isa in known if features.issuperset(isa.features)]
+    usable = usable_sets()
     if setting == "build":
         return _build_for_this_process(usable[-1])
     if setting:
-        names = [isa.name for isa in known]
+        names = [isa.name for isa in build.instruction_sets()]
         if setting not in names:
             raise ConfigError(
                 f"`MTRAIN_NATIVE` must be 0, build or one of {', '.join(names)}, "
