@@ -21,7 +21,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import yaml
-from machine import commit, describe_machine
+from machine import commit, describe_machine, peak_bytes
 from report import say
 
 from mtrain.autoconfig.presets import vocabulary_size
@@ -206,11 +206,9 @@ def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None
     for name, words in commands.items():
         began_s = time.monotonic()
         process = subprocess.Popen([*MTRAIN, *words], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0, words
+        peak_mib = peak_bytes(process) / 2**20
         seconds[name] = time.monotonic() - began_s
-        rate, peak_mib = num_lines / seconds[name], usage.ru_maxrss / 1024
+        rate = num_lines / seconds[name]
         print(f"{name}: {rate:,.0f} lines a second, {peak_mib:,.0f} MiB", flush=True)
     ratio = seconds["translate"] / seconds["augment"]
     print(f"augment makes {ratio:.3f} times as many lines a second as translate")

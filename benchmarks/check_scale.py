@@ -10,7 +10,6 @@ printed are what memory grew by from one size to the next.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from machine import commit, describe_machine
+from machine import commit, describe_machine, peak_bytes
 
 DEMO = Path(__file__).parent.parent / "data" / "demo"
 
@@ -99,12 +98,10 @@ def measure(directory: Path) -> Measured:
     command = [sys.executable, "-m", "mtrain", "check", str(directory / "config.yaml")]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
+        peak = peak_bytes(process)
     seconds = time.perf_counter() - began
     lists = sum(path.stat().st_size for path in (directory / "run" / "check").iterdir())
-    return Measured(seconds, usage.ru_maxrss * 1024, lists)
+    return Measured(seconds, peak, lists)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from machine import commit, describe_machine
+from machine import commit, describe_machine, peak_bytes
 
 from mtrain.data import prepare
 from mtrain.decode.options import DecodingOptions
@@ -111,11 +111,9 @@ def measure_long(options: argparse.Namespace, lines: list[str]) -> tuple[float, 
         assert process.stdout is not None
         count = sum(1 for _ in process.stdout)
         writer.join()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
+        peak = peak_bytes(process)
     assert count == options.lines, f"{count:,} lines came out"
-    return time.perf_counter() - began, usage.ru_maxrss / 1024
+    return time.perf_counter() - began, peak / 2**20
 
 
 def feed(process: subprocess.Popen[bytes], lines: list[str], count: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def describe_machine() -> str:
@@ -21,6 +23,14 @@ def commit() -> str:
     folder = Path(__file__).parent
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
     return done.stdout.strip()
+
+
+def peak_bytes(process: subprocess.Popen[Any]) -> int:
+    """Wait for a process, which must succeed, and return the peak of its resident memory."""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, process.args
+    return usage.ru_maxrss * 1024
 
 
 def resident_mib(pid: int) -> float:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 from check_scale import write
-from machine import commit, describe_machine
+from machine import commit, describe_machine, peak_bytes
 
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import SHARD_PAIRS, CorpusEntry, EncodedBlock, Manifest, Shard
@@ -170,10 +170,8 @@ def run(verb: str, directory: Path, settings: list[str]) -> Measured:
         assert process.stderr is not None
         for line in process.stderr:
             said.append((time.perf_counter() - began, line.rstrip("\n")))
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, said[-5:]
-    return Measured(time.perf_counter() - began, usage.ru_maxrss * 1024, said)
+        peak = peak_bytes(process)
+    return Measured(time.perf_counter() - began, peak, said)
 
 
 def sentencepiece_speed(directory: Path, num_threads: int, num_lines: int = 100_000) -> float:
