@@ -194,8 +194,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of the copy task, trained by the command line. Tests only read it."""
 
     def make(config_path: Path) -> None:
-        result = run_mtrain("train", config_path)
-        assert result.returncode == 0, result.stderr.decode()
+        with MtrainProcess("train", config_path, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            said = process.stderr.read()
+            assert process.wait() == 0, said
 
     return trained_once(tmp_path_factory, "copy", copy_task, make)
 
@@ -236,17 +238,9 @@ def reverser(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 @pytest.fixture(scope="session")
 def back_run(reverser: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, from bb to aa."""
-    return copied(reverser, tmp_path_factory.mktemp("back") / "run", "bb", "aa")
+    from serving import with_languages
 
-
-def copied(run: RunDir, directory: Path, src_lang: str, tgt_lang: str) -> Path:
-    """Copy a run from aa to bb, as one of other languages."""
-    shutil.copytree(run.path, directory)
-    path = directory / "config.yaml"
-    text = path.read_text("utf-8")
-    text = text.replace("src_lang: aa\n", f"src_lang: {src_lang}\n")
-    path.write_text(text.replace("tgt_lang: bb\n", f"tgt_lang: {tgt_lang}\n"), encoding="utf-8")
-    return directory
+    return with_languages(reverser, tmp_path_factory.mktemp("back") / "run", "bb", "aa")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Cli, copied
+from conftest import Cli
+from serving import with_languages
 from tasks import copy_task, write, write_config
 
 from mtrain.decode.pipeline import translate_lines
@@ -113,7 +114,7 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
 def test_thai_is_scored_by_characters_unless_another_tokenizer_is_given(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
-    run = copied(trained, tmp_path / "th", "aa", "th")
+    run = with_languages(trained, tmp_path / "th", "aa", "th")
     asked, by_default = (cli("eval", run, *more) for more in (["--tokenize", "char"], []))
     assert (asked.code, asked.err) == (0, "")
     assert by_default.lines == asked.lines and "|tok:char|" in by_default.lines[1]
