@@ -1,6 +1,8 @@
-"""Lower version bounds of packages with known faults, and the tests that docs/security.md cites."""
+"""Lower version bounds of packages with known faults, and the tests that the pages cite."""
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -24,9 +26,18 @@ def test_version_bounds_exclude_known_faults_and_admit_the_pinned_version(packag
     assert found.specifier.contains(Version(pin))
 
 
-def test_every_test_that_security_md_cites_exists() -> None:
-    page = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
-    named = re.findall(r"^- `(test_\w+\.py)::(test_\w+)`$", page, re.MULTILINE)
-    texts = {path.name: path.read_text("utf-8") for path in (REPOSITORY / "tests").rglob("*.py")}
-    assert len(named) == len(set(named)) == page.count("::")
-    assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in texts[file]] == []
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_a_page_cites_exists() -> None:
+    known = {path.name: functions_of(path) for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    counts = {}
+    for path in (REPOSITORY / "docs").glob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        cited = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+        assert len(cited) == page.count("::test_"), path.name
+        assert [one for one in cited if one[1] not in known.get(one[0], set())] == [], path.name
+        counts[path.stem] = len(cited)
+    assert counts["model"] > 20 and counts["reliability"] > 15 and counts["security"] > 15

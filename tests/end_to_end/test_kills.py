@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import time
 from pathlib import Path
@@ -66,13 +65,8 @@ def assert_as_if_nothing_had_happened(run: RunDir, straight: RunDir) -> None:
     assert all(path.name.startswith("step-") for path in run.checkpoints_dir.iterdir())
 
 
-def test_the_reliability_page_names_existing_tests_and_the_right_numbers_of_kills() -> None:
+def test_the_reliability_page_names_the_right_numbers_of_kills() -> None:
     page = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
-    assert len(named) > 15
-    for file, name in named:
-        (path,) = (REPOSITORY / "tests").rglob(file)
-        assert f"def {name}(" in path.read_text(encoding="utf-8")
     text = page.replace("\n", " ")
     few, many = NUM_KILLS
     assert f"killed {2 * few} times, at {few} random moments and at {few} calls" in text

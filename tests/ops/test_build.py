@@ -43,7 +43,7 @@ for word in "$@"; do output=$word; [ "$last" = -o ] && echo "$*" > "$word"; last
 @pytest.mark.parametrize("command", ["gcc", "clang"])
 @pytest.mark.parametrize("elem", build.ELEM_FLAGS)
 @pytest.mark.parametrize("name", SETS)
-def test_the_c_sources_compile_without_a_warning(command, elem, name, tmp_path):
+def test_the_c_sources_compile_unoptimised_without_a_warning(command, elem, name, tmp_path):
     if shutil.which(command) is None:
         pytest.skip(f"{command} is not installed")
     flags = [*build.COMPILE_FLAGS, *build.ELEM_FLAGS[elem], *SETS[name].flags]
