@@ -5,11 +5,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tracemalloc
 import unicodedata
 from pathlib import Path
+from subprocess import PIPE
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ import defects
 import pytest
 from conftest import Cli, all_shown, open_terminal
 from defects import PLANTERS, SHIFT_PAIRS, Planted, found_lines, plant, write_planted
+from fork_server import MtrainProcess
 from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config, write_corpus
 
 from mtrain.audit import audit as auditing
@@ -654,12 +655,11 @@ def test_the_reported_progress_sums_to_twice_the_bytes_of_the_corpora(tmp_path: 
 def test_on_a_terminal_a_progress_bar_shows_the_percentage_read(tmp_path: Path) -> None:
     config = write_planted(tmp_path, clean(500))
     master, terminal = open_terminal()
-    command = [sys.executable, "-m", "mtrain", "check", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal) as process:
+    with MtrainProcess("check", config, stdout=PIPE, stderr=terminal) as process:
         os.close(terminal)
         shown = all_shown(master)
         page = process.stdout.read() if process.stdout else b""
+        assert process.wait() == 0
     os.close(master)
-    assert process.returncode == 0
     assert re.search(r"reading: +\d+%", shown.decode())
     assert page.decode().startswith("no errors and no warnings\n\ncorpora  train: 500 pairs")

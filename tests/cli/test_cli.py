@@ -19,7 +19,7 @@ import pytest
 import typer
 import yaml
 from conftest import Cli, Shell, at_a_terminal
-from fork_server import MtrainProcess
+from fork_server import ForkedProcess, MtrainProcess
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
@@ -769,10 +769,14 @@ def test_outputs_are_written_through_symbolic_links(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 @pytest.mark.parametrize("arguments", ["--help", "eval --help", "--version"])
 def test_help_for_a_full_device_is_an_error_of_one_line(arguments: str) -> None:
-    command = f"{sys.executable} -m mtrain {arguments} > /dev/full"
-    done = subprocess.run(command, shell=True, capture_output=True, timeout=120)
-    said = b"mtrain: stdout: cannot be written: No space left on device.\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    with (
+        Path("/dev/full").open("wb") as full,
+        MtrainProcess(*arguments.split(), stdout=full.fileno(), stderr=PIPE) as process,
+    ):
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait() == 2
+    assert said == b"mtrain: stdout: cannot be written: No space left on device.\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
@@ -913,20 +917,23 @@ def test_sigterm_leaves_no_output_files(trained: RunDir, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def stopped_export() -> None:
+    """Run `mtrain export`, which receives SIGTERM when it begins to write."""
+    from mtrain.cli.main import main
+    from mtrain.exporters import ctranslate2, export
+
+    export._require_library = lambda wanted: None
+    ctranslate2.write = lambda *given: signal.raise_signal(signal.SIGTERM)
+    main()
+
+
 def test_an_export_stopped_by_sigterm_leaves_no_files(trained: RunDir, tmp_path: Path) -> None:
-    script = """
-import signal, sys
-from mtrain.cli import main
-from mtrain.exporters import ctranslate2, export
-export._require_library = lambda wanted: None
-ctranslate2.write = lambda *given: signal.raise_signal(signal.SIGTERM)
-sys.argv[0] = "mtrain"
-main.main()
-"""
-    arguments = ["export", str(trained.path), str(tmp_path / "out"), "--to", "ctranslate2"]
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True)
-    assert done.returncode == 143
-    assert b"Traceback" not in done.stderr
+    arguments = ["mtrain", "export", trained.path, tmp_path / "out", "--to", "ctranslate2"]
+    with ForkedProcess(stopped_export, arguments, stderr=PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait() == 143
+    assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
 
 

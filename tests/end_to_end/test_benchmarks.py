@@ -43,12 +43,13 @@ JOB = {
 }
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared corpus in the layout of the benchmarks."""
-    config = config_file.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
+    directory = tmp_path_factory.mktemp("corpus")
+    config = config_file.load(write_task(directory), JOB["overrides"], str(directory / "run"))
     prepared(config)
-    return tmp_path
+    return directory
 
 
 def answers(corpus: Path, *options: str, stdin: str = "", **changes: Any) -> list[dict[str, Any]]:
@@ -73,10 +74,16 @@ def answer(corpus: Path, *options: str) -> dict[str, Any]:
     return line
 
 
+@pytest.fixture(scope="module")
+def epoch(corpus: Path) -> dict[str, Any]:
+    """What the worker counts in an epoch."""
+    return answer(corpus, "--count")
+
+
 def test_the_worker_trains_for_the_given_seconds_after_a_warm_up_and_counts_target_tokens(
-    corpus: Path,
+    corpus: Path, epoch: dict[str, Any]
 ) -> None:
-    timed, epoch = answer(corpus), answer(corpus, "--count")
+    timed = answer(corpus)
     assert timed["seconds"] >= 0.5
     assert timed["all_updates"] - timed["updates"] >= 20  # the warm-up
     assert timed["updates"] > 0
@@ -95,8 +102,9 @@ def test_a_curve_has_one_point_per_line_on_stdin(corpus: Path) -> None:
     assert last["versions"]["mtrain"]
 
 
-def test_a_counted_epoch_has_as_many_pairs_as_the_corpus(corpus: Path) -> None:
-    epoch = answer(corpus, "--count")
+def test_a_counted_epoch_has_as_many_pairs_as_the_corpus(
+    corpus: Path, epoch: dict[str, Any]
+) -> None:
     lines = (corpus / "train.tgt").read_text("utf-8").splitlines()
     assert epoch["pairs"] == len(lines)
     assert epoch["batches"] > 1

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 from conftest import Cli
-from fork_server import run_in_child
+from fork_server import MtrainProcess, run_in_child
 from run_folders import metrics, step_lines, timeless, weights
-from tasks import prepared, reverse_task, stop_at, train, write_task
+from tasks import prepared, reverse_task, stop_at, train, write, write_task
 
 from mtrain.config import config_file
 from mtrain.data.batch import Batch
@@ -339,11 +338,14 @@ def test_a_config_that_does_not_fit_on_the_disk_leaves_the_old_file_unchanged(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_device_as_stdout_gives_a_one_line_error(trained: RunDir, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
-    with Path("/dev/full").open("wb") as full:
-        result = subprocess.run(command, input=b"ba ce\n", stdout=full, stderr=subprocess.PIPE)
-    assert result.returncode == 2
-    assert result.stderr == b"mtrain: stdout: cannot be written: No space left on device.\n"
+    source = write(tmp_path / "source", ["ba ce"])
+    with (
+        Path("/dev/full").open("wb") as full,
+        MtrainProcess("translate", trained.path, source, stdout=full.fileno(), stderr=PIPE) as own,
+    ):
+        said = own.stderr.read()
+        assert own.wait() == 2
+    assert said == b"mtrain: stdout: cannot be written: No space left on device.\n"
 
 
 def test_appending_is_all_or_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from builders import single_rank_update
-from conftest import Cli, at_a_terminal, open_terminal, run_mtrain
+from conftest import Cli, at_a_terminal, open_terminal
 from fork_server import MtrainProcess, needs_fork_server, run_in_child
 from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
@@ -295,7 +295,8 @@ def test_resuming_in_a_new_process_samples_the_same_segmentations(
     with pytest.raises(Stopped):
         train(source, *sampled, run=str(run.path))
     options = [option for key in sampled for option in ("--set", key)]
-    assert run_mtrain("train", source, "--run", run.path, *options).returncode == 0
+    with MtrainProcess("train", source, "--run", run.path, *options) as process:
+        assert process.wait() == 0
     assert weights(run) == weights(whole)
 
 
