@@ -35,6 +35,7 @@ from ways import COMPILED
 
 from mtrain.autoconfig import benchmark
 from mtrain.cli.main import main
+from mtrain.evaluation import significance
 from mtrain.ops import native
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import process_settings
@@ -339,6 +340,12 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict.fromkeys(["png", "svg"], repr(draw_figure()).encode())
 
     monkeypatch.setattr(draw, "encode", encode)
+
+
+@pytest.fixture
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take half a second less for each system that is compared with a baseline."""
+    monkeypatch.setattr(significance, "NUM_TRIALS", 200)
 
 
 @pytest.fixture

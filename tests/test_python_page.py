@@ -102,6 +102,7 @@ def test_the_docstring_examples_run(
     monkeypatch: pytest.MonkeyPatch,
     sketched: None,
     quick_init: None,
+    few_trials: None,
 ) -> None:
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
     monkeypatch.chdir(tmp_path)

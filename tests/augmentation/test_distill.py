@@ -75,7 +75,7 @@ def test_a_student_has_the_dropout_rates_of_its_config_and_other_keys_must_fit_t
 
 
 def test_distill_trains_on_the_teachers_translations_and_compares_student_and_teacher(
-    cli: Cli, tree: Tree, reverser: RunDir, tmp_path: Path
+    cli: Cli, tree: Tree, reverser: RunDir, tmp_path: Path, few_trials: None
 ) -> None:
     config_path = write_config(tmp_path / "aa-bb.yaml", tree)
     mono = write(tmp_path / "mono.aa", [pair.src for pair in reverse_task(30, 8)])

@@ -148,7 +148,12 @@ def small_copy(directory: Path) -> None:
 
 
 def test_the_commands_of_the_readme_run_in_sequence(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sketched: None, quick_init: None
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sketched: None,
+    quick_init: None,
+    few_trials: None,
 ) -> None:
     """A prepared runs/demo replaces `mtrain demo`; each training adds a single step."""
     small_copy(tmp_path)
