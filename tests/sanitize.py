@@ -26,7 +26,7 @@ FLAGS = (
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-NOT_RUN = ("test_native", "test_build", "test_refusals")  # they compile, or have limits of time
+NOT_RUN = ("test_native", "test_build")  # they compile
 # the names of the plain formulas, and of tests that measure memory: the sanitizers take more of it
 WANTED = "not plain and not never_holds and not memory_runs_out"
 
