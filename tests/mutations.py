@@ -729,9 +729,9 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     compiled(
         "attention",
-        "the last two values of a sentence count as one",
-        "        if (i + 1 < n) below = load_vec(own + stride, k - j);",
-        "        if (i + 2 < n) below = load_vec(own + stride, k - j);",
+        "the last value of an odd number of keys is left out",
+        "pack_columns(vs_down, head(v, vt, b, h), at->s, vt[2], at->k, wide);",
+        "pack_columns(vs_down, head(v, vt, b, h), at->s / 2 * 2, vt[2], at->k, wide);",
         "attention",
     ),
     compiled(

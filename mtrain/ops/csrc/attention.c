@@ -1,5 +1,5 @@
 /* Scaled dot-product attention, its gradients, and paged attention for decoding. */
-#include "vec.h"
+#include "gemm.h"
 
 #define KEY_BLOCK 8 /* keys whose scores are computed at once */
 
@@ -84,39 +84,6 @@ static inline void fill_dropout(float *factors, const attention_shape *at, uint3
         factors[i] = apply_dropout(1.0f, first + (uint32_t)(i * at->s), at->seed, at->cut, at->dropout_scale);
 }
 
-/* Load `n` values, at most a vector, zero-padded. */
-static inline __attribute__((always_inline)) vec_float load_vec(const elem *from, int64_t n) {
-    vec_float whole, part = {0};
-    if (n >= LANES) {
-        for (int64_t i = 0; i < LANES; i++) whole[i] = load(from[i]);
-        return whole;
-    }
-    for (int64_t i = 0; i < n; i++) part[i] = load(from[i]);
-    return part;
-}
-
-/* Store the first `n` values of a vector, or all if n >= LANES. */
-static inline __attribute__((always_inline)) void save_vec(elem *to, vec_float values, int64_t n) {
-    if (n >= LANES) store_full(to, values);
-    else
-        for (int64_t i = 0; i < n; i++) to[i] = save(values[i]);
-}
-
-/* Pack rows [n, k], `stride` apart, with n as the inner dimension: k-groups [ceil(n / K_GROUP), wide],
- * zero-padded. */
-static inline void pack_columns(uint32_t *to, const elem *from, int64_t stride, int64_t n,
-                                  int64_t k, int64_t wide) {
-    int64_t size = 4 / sizeof(elem);
-    for (int64_t i = 0; i < n; i += size)
-        for (int64_t j = 0; j < wide; j += LANES, to += LANES) {
-            const elem *own = from + i * stride + j;
-            vec_float below = {0};
-            if (i + 1 < n) below = load_vec(own + stride, k - j);
-            vec_u32 both = pair(load_vec(own, k - j), below);
-            memcpy(to, &both, sizeof both);
-        }
-}
-
 /* c [n, k] = a b scale, up to four rows and `vectors` vectors of columns: k-group i of row r of a is at
  * r * a_row + i * a_column, b is packed by pack_columns. */
 static inline __attribute__((always_inline)) void product_tile(
@@ -135,7 +102,7 @@ static inline __attribute__((always_inline)) void product_tile(
         }
     for (int j = 0; j < 4 && j < n; j++)
         for (int v = 0; v < vectors; v++)
-            save_vec(c + j * c_row + v * LANES, sums[j][v] * scale, k - v * LANES);
+            store_vec(c + j * c_row + v * LANES, sums[j][v] * scale, min_of(k - v * LANES, LANES));
 }
 
 /* c [n, k] = a b scale, by tiles. */
@@ -157,11 +124,10 @@ static inline void product(elem *restrict c, int64_t c_row, int64_t n, int64_t k
 /* The transpose of scores [n, width] as a left factor [width, n] of k-groups: in `buffer` for bfloat16; for
  * float, the scores themselves. */
 static inline const elem *transpose_scores(elem *buffer, const float *scores, int64_t n, int64_t width) {
-    int64_t size = 4 / sizeof(elem);
     elem *to = buffer;
-    if (size == 1) return (const elem *)scores;
-    for (int64_t i = 0; i < n; i += size)
-        for (int64_t w = 0; w < width; w += LANES, to += LANES * size) {
+    if (K_GROUP == 1) return (const elem *)scores;
+    for (int64_t i = 0; i < n; i += K_GROUP)
+        for (int64_t w = 0; w < width; w += LANES, to += LANES * K_GROUP) {
             vec_float own, below = {0};
             memcpy(&own, scores + i * width + w, sizeof own);
             if (i + 1 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);
@@ -194,13 +160,13 @@ static inline vec_u32 load_groups(const elem *row, int64_t left) {
 /* Pack the transpose of a head [n, k]: k-groups [ceil(k / K_GROUP), width], zero-padded. */
 static inline void pack_transposed(uint32_t *to, const elem *from, int64_t stride, int64_t n,
                                     int64_t k, int64_t width) {
-    int64_t size = 4 / sizeof(elem), num_groups = round_up(k, size) / size;
+    int64_t num_groups = round_up(k, K_GROUP) / K_GROUP;
     for (int64_t row = 0; row < width; row += LANES)
         for (int64_t group = 0; group < num_groups; group += LANES) {
             vec_u32 block[LANES];
             for (int64_t i = 0; i < LANES; i++) {
-                const elem *own = from + (row + i) * stride + group * size;
-                block[i] = row + i < n ? load_groups(own, k - group * size) : (vec_u32){0};
+                const elem *own = from + (row + i) * stride + group * K_GROUP;
+                block[i] = row + i < n ? load_groups(own, k - group * K_GROUP) : (vec_u32){0};
             }
             transpose(block);
             for (int64_t i = 0; i < LANES && group + i < num_groups; i++)
@@ -226,7 +192,6 @@ static inline __attribute__((always_inline)) void add_products(vec_float *sums,
  * rows up to the next multiple of KEY_BLOCK are written. */
 static inline void compute_scores(float *scores, const elem *head, int64_t stride, int64_t n,
                                int64_t k, const uint32_t *across, int64_t width) {
-    int64_t size = 4 / sizeof(elem);
     for (int64_t j = 0; j < n; j += KEY_BLOCK) {
         const elem *rows[KEY_BLOCK];
         for (int r = 0; r < KEY_BLOCK; r++) rows[r] = head + min_of(j + r, n - 1) * stride;
@@ -234,8 +199,8 @@ static inline void compute_scores(float *scores, const elem *head, int64_t strid
             vec_float sums[KEY_BLOCK] = {{0}};
             const uint32_t *others = across + w;
             int64_t i = 0;
-            for (; i + size <= k; i += size, others += width)
-                add_products(sums, rows, i, size, others);
+            for (; i + K_GROUP <= k; i += K_GROUP, others += width)
+                add_products(sums, rows, i, K_GROUP, others);
             if (i < k) add_products(sums, rows, i, 1, others);
             for (int r = 0; r < KEY_BLOCK; r++)
                 memcpy(scores + (j + r) * width + w, &sums[r], sizeof(vec_float));
@@ -257,7 +222,7 @@ static inline const elem *head(const elem *of, const int64_t *strides, int64_t b
  * reduction within a vector. */
 status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem *k, const elem *v,
                     const uint8_t *keep, elem *out) {
-    int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(elem);
+    int64_t keys = round_up(at->s, KEY_BLOCK);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
@@ -278,7 +243,7 @@ status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem 
         seen = own;
         prefetch(head(out, ot, b, h), ot[2], at->t);
         pack_transposed(qs_across, head(q, qt, b, h), qt[2], at->t, at->k, width);
-        pack_columns(vs_down, head(v, vt, b, h), vt[2], at->s, at->k, wide);
+        pack_columns(vs_down, head(v, vt, b, h), at->s, vt[2], at->k, wide);
         compute_scores(probs, head(k, kt, b, h), kt[2], at->s, at->k, qs_across, width);
         softmax(probs, bias, at->s, width, at->scale);
         uint32_t first = (uint32_t)(n * at->t * at->s);
@@ -287,8 +252,8 @@ status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem 
             for (int64_t i = 0; i < width; i++) probs[j * width + i] *= factors[i];
         }
         product(out + b * ot[0] + h * ot[1], ot[2], at->t, at->k,
-                      transpose_scores(factor, probs, at->s, width), size, size * width, vs_down,
-                      round_up(at->s, size) / size, wide, 1.0f);
+                      transpose_scores(factor, probs, at->s, width), K_GROUP, K_GROUP * width, vs_down,
+                      round_up(at->s, K_GROUP) / K_GROUP, wide, 1.0f);
     }
     free(probs);
     return OPS_OK;
@@ -299,9 +264,9 @@ status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem 
 status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, const elem *q,
                          const elem *k, const elem *v, const uint8_t *keep, elem *grad_q,
                          elem *grad_k, elem *grad_v) {
-    int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(elem);
+    int64_t keys = round_up(at->s, KEY_BLOCK);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
-    int64_t num_t = round_up(at->t, size) / size, num_s = round_up(at->s, size) / size;
+    int64_t num_t = round_up(at->t, K_GROUP) / K_GROUP, num_s = round_up(at->s, K_GROUP) / K_GROUP;
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides, *gq = at->grad_q_strides;
     const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
@@ -327,9 +292,9 @@ status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, con
         seen = own;
         const elem *own_q = head(q, qt, b, h), *own_grad = head(grad, ot, b, h);
         const elem *own_k = head(k, kt, b, h), *own_v = head(v, vt, b, h);
-        pack_columns(qs_down, own_q, qt[2], at->t, at->k, wide);
-        pack_columns(gs_down, own_grad, ot[2], at->t, at->k, wide);
-        pack_columns(ks_down, own_k, kt[2], at->s, at->k, wide);
+        pack_columns(qs_down, own_q, at->t, qt[2], at->k, wide);
+        pack_columns(gs_down, own_grad, at->t, ot[2], at->k, wide);
+        pack_columns(ks_down, own_k, at->s, kt[2], at->k, wide);
         pack_transposed(qs_across, own_q, qt[2], at->t, at->k, width);
         pack_transposed(gs_across, own_grad, ot[2], at->t, at->k, width);
         compute_scores(probs, own_k, kt[2], at->s, at->k, qs_across, width);
@@ -354,13 +319,13 @@ status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, con
             for (int64_t i = 0; i < width; i++) weights[i] *= factors[i];
         }
         product(grad_q + b * gq[0] + h * gq[1], gq[2], at->t, at->k,
-                      transpose_scores(factor, slopes, at->s, width), size, size * width, ks_down, num_s,
+                      transpose_scores(factor, slopes, at->s, width), K_GROUP, K_GROUP * width, ks_down, num_s,
                       wide, at->scale);
         product(grad_k + b * gk[0] + h * gk[1], gk[2], at->s, at->k,
-                      round_scores(factor, slopes, at->s * width), width, size, qs_down, num_t, wide,
+                      round_scores(factor, slopes, at->s * width), width, K_GROUP, qs_down, num_t, wide,
                       at->scale);
         product(grad_v + b * gv[0] + h * gv[1], gv[2], at->s, at->k,
-                      round_scores(factor, probs, at->s * width), width, size, gs_down, num_t, wide,
+                      round_scores(factor, probs, at->s * width), width, K_GROUP, gs_down, num_t, wide,
                       1.0f);
     }
     free(probs);
@@ -377,7 +342,7 @@ static inline __attribute__((always_inline)) void prefetch_cached(const char *ro
  * of a number in bytes, that of bfloat16 or of elem. */
 static inline __attribute__((always_inline)) vec_float load_cached(const char *row, int64_t at, int64_t n,
                                                                    int64_t size) {
-    if (size == sizeof(elem)) return load_vec((const elem *)row + at, n);
+    if (size == sizeof(elem)) return load_vec((const elem *)row + at, min_of(n, LANES));
     const bf16 *from = (const bf16 *)row + at;
     vec_half numbers = {0};
     if (n >= LANES) memcpy(&numbers, from, sizeof numbers);
@@ -401,7 +366,7 @@ static inline __attribute__((always_inline)) void attend_slots(
             vec_float dots = {0};
 #pragma GCC unroll 8
             for (int64_t i = 0; i < k; i += LANES)
-                dots += load_vec(query + h * k + i, k - i) *
+                dots += load_vec(query + h * k + i, min_of(k - i, LANES)) *
                         load_cached(seen[t], h * k + i, k - i, size);
             probs[t] = sum_of(dots) * scale;
         }
