@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrain.ops import native
 from mtrain.ops.dropout import NO_DROPOUT, Dropout, DropoutMask
+from mtrain.ops.header import STRUCTURES
 from mtrain.ops.native import (
     Functions,
     check_same_device,
@@ -97,7 +97,7 @@ class _AttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         (out,) = _empty_heads_last(q)
-        shape = native.AttentionShape(*q.shape[:3], *k.shape[2:])
+        shape = STRUCTURES["attention_shape"](*q.shape[:3], *k.shape[2:])
         for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
             getattr(shape, f"{name}_strides")[:] = x.stride()[:3]
         if keep is not None:
@@ -116,7 +116,7 @@ class _AttentionFunction(torch.autograd.Function):
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         grads = _empty_heads_last(q, k, v)
-        shape = native.AttentionShape.from_buffer_copy(ctx.shape)  # a copy: `ctx` may be used again
+        shape = type(ctx.shape).from_buffer_copy(ctx.shape)  # a copy: `ctx` may be used again
         shape.out_strides[:] = grad.stride()[:3]
         for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
             getattr(shape, f"{name}_strides")[:] = x.stride()[:3]

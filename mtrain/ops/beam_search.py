@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.native import OutputLayer, RowsMap, SearchShape
+from mtrain.ops.header import STRUCTURES
 from mtrain.ops.packed_weights import Ints, PackedRows, PackedWeights
 from mtrain.ops.stacks import CompiledDecoder, pointers
 from mtrain.ops.topk import Projection, ids_tensor
@@ -152,12 +152,12 @@ def search_steps(
     buffers = _Buffers(cache, rows, num_sentences * rules.beam, num_positions)
     num_places_B = np.array(num_places_B, np.int64, order="C")  # copies, which the call updates
     best_BM, never_ids = np.array(best_BM, np.float64, order="C"), ids_tensor(*rules.never)
-    search_shape = SearchShape(
+    search_shape = STRUCTURES["search_shape"](
         *(num_sentences, rules.beam, best_BM.shape[1], num_positions, rows.written_NT.shape[1]),
         *(len(cache.free_slots), len(rules.penalty_T), len(rules.never), decoder.window),
         *(rules.eos, rules.early_stop, rules.argmax_only),
     )
-    shortlists = (RowsMap * len(row_maps))(*row_maps)
+    shortlists = (STRUCTURES["shortlist"] * len(row_maps))(*row_maps)
     sizes = (num_rows, num_past, cache.source_slots_NS.shape[1])
     structures = (
         search_shape,
@@ -177,9 +177,10 @@ def search_steps(
 
 
 def _output_layer(
-    packed: PackedWeights, argmax_only: bool, shortlists: ctypes.Array[RowsMap]
-) -> OutputLayer:
-    layer, scan = OutputLayer(packed.map_with(None)), packed.scan  # other fields are NULL
+    packed: PackedWeights, argmax_only: bool, shortlists: ctypes.Array[ctypes.Structure]
+) -> ctypes.Structure:
+    layer = STRUCTURES["output_layer"](packed.map_with(None))  # other fields are NULL
+    scan = packed.scan
     if len(shortlists):
         layer.shortlists = ctypes.addressof(shortlists)
     elif argmax_only and scan is not None:

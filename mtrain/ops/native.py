@@ -31,106 +31,11 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from mtrain.errors import ConfigError
 from mtrain.ops import build
+from mtrain.ops.header import signatures
 from mtrain.runtime.device import processor_features
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}  # the suffixes of C functions
 _TENSOR_TYPES = (Tensor, nn.Parameter)
-
-
-def _fields(ctype: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
-    """Return fields of one type for a `ctypes.Structure`."""
-    return tuple((name, ctype) for name in names)
-
-
-class AttentionShape(ctypes.Structure):
-    """`attention_shape` of `ops.h`: sizes, strides in elements, scale and dropout."""
-
-    _fields_ = (
-        *_fields(ctypes.c_int64, "b", "h", "t", "s", "k"),
-        *_fields(ctypes.c_int64 * 3, "q_strides", "k_strides", "v_strides", "out_strides"),
-        *_fields(ctypes.c_int64 * 3, "grad_q_strides", "grad_k_strides", "grad_v_strides"),
-        ("keep_strides", ctypes.c_int64 * 4),
-        *_fields(ctypes.c_float, "scale", "dropout_scale"),
-        *_fields(ctypes.c_uint32, "cut", "seed"),
-    )
-
-
-class LinearMap(ctypes.Structure):
-    """`linear_map` of `ops.h`."""
-
-    _fields_ = (
-        ("format", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, "packed", "bias", "scales", "sums"),
-    )
-
-
-class StackLayer(ctypes.Structure):
-    """`stack_layer` of `ops.h`."""
-
-    _fields_ = (
-        *_fields(LinearMap, "self_in", "self_out", "queries", "cross_out", "inner", "outer"),
-        *_fields(ctypes.c_void_p, "gain_1", "norm_bias_1", "gain_2", "norm_bias_2"),
-        *_fields(ctypes.c_void_p, "gain_3", "norm_bias_3"),
-        *_fields(ctypes.c_float, "eps_1", "eps_2", "eps_3"),
-    )
-
-
-class EncoderShape(ctypes.Structure):
-    """`encoder_shape` of `ops.h`: sizes, and the scale of scores."""
-
-    _fields_ = (
-        *_fields(ctypes.c_int64, "num_layers", "b", "s", "heads", "k", "d_ff"),
-        ("scale", ctypes.c_float),
-    )
-
-
-class SourcesShape(ctypes.Structure):
-    """`sources_shape` of `ops.h`: sizes, and the scale of embeddings."""
-
-    _fields_ = (
-        *_fields(ctypes.c_int64, "num_tokens", "num_encodings", "num_pools", "pool_rows"),
-        *_fields(ctypes.c_int64, "in_bf16"),
-        ("table_scale", ctypes.c_float),
-    )
-
-
-class DecoderShape(ctypes.Structure):
-    """`decoder_shape` of `ops.h`: sizes, strides in elements, and scales."""
-
-    _fields_ = (
-        *_fields(ctypes.c_int64, "num_layers", "rows", "heads", "k", "d_ff"),
-        *_fields(ctypes.c_int64, "past_rows", "past_count", "past_stride", "past_window"),
-        *_fields(ctypes.c_int64, "source_rows", "source_count", "source_stride"),
-        *_fields(ctypes.c_int64, "num_tokens", "num_encodings", "in_bf16"),
-        *_fields(ctypes.c_float, "scale", "table_scale"),
-    )
-
-
-class SearchShape(ctypes.Structure):
-    """`search_shape` of `ops.h`: sizes and rules of a beam search."""
-
-    _fields_ = (
-        *_fields(ctypes.c_int64, "num_sentences", "beam", "num_best", "num_positions"),
-        *_fields(ctypes.c_int64, "written_count", "num_free", "num_penalties", "num_never"),
-        *_fields(ctypes.c_int64, "window", "eos", "early_stop", "argmax_only"),
-    )
-
-
-class RowsMap(ctypes.Structure):
-    """`shortlist` of `ops.h`."""
-
-    _fields_ = (("map", LinearMap), ("ids", ctypes.c_void_p), ("size", ctypes.c_int64))
-
-
-class OutputLayer(ctypes.Structure):
-    """`output_layer` of `ops.h`."""
-
-    _fields_ = (
-        *_fields(LinearMap, "map", "scan"),
-        *_fields(ctypes.c_void_p, "weight", "bounds", "shortlists"),
-    )
-
-
 _NO_MEMORY, _BAD_INDEX = 1, 2  # of `status` in `ops.h`; 0 is success
 
 
@@ -225,7 +130,9 @@ def _load(path: Path, instruction_set: str) -> Library:
             if reason := _reason_for_distrust(file):
                 return Library(None, reason=reason)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        functions = typed(ctypes.CDLL(str(path)))
+        functions = ctypes.CDLL(str(path))
+        for name, types in signatures().items():
+            getattr(functions, name).argtypes = types
     except (OSError, AttributeError) as error:
         return Library(None, reason=str(error))
     return Library(functions, instruction_set, digest)
@@ -433,57 +340,3 @@ def run_compiled(function: type[torch.autograd.Function], *arguments: Any) -> Te
     else:
         result = function.forward(_NoContext(), *arguments)
     return result
-
-
-_POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-_REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
-_MAP, _LAYERS = ctypes.POINTER(LinearMap), ctypes.POINTER(StackLayer)
-_POOLS = ctypes.POINTER(_POINTER)
-_DROPOUT = [_COUNT, _REAL, _COUNT]
-_SIGNATURES = {
-    "dropout": [_POINTER, _POINTER, _INT, *_DROPOUT],
-    "add_norm": [*[_POINTER] * 7, _INT, _INT, _REAL, *_DROPOUT],
-    "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
-    "attention": [_SHAPE, *[_POINTER] * 5],
-    "attention_grad": [_SHAPE, *[_POINTER] * 8],
-    "paged_attention": [*[_POINTER] * 4, *[_INT] * 8, _REAL],
-    "topk": [*[_POINTER] * 4, *[_INT] * 4],
-    "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
-    "linear": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
-    "linear_grad": [*[_POINTER] * 6, *[_INT] * 3, ctypes.c_int],
-    "projected_cross_entropy": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
-}
-_FLOAT_SIGNATURES = {
-    "packed_linear_float": [_MAP, *[_POINTER] * 2, *[_INT] * 3, ctypes.c_int],
-    "packed_linear_sparse_float": [_MAP, *[_POINTER] * 2, *[_INT] * 3],
-    "packed_topk_float": [_MAP, *[_POINTER] * 4, *[_INT] * 5],
-    "packed_argmax_float": [_MAP, *[_POINTER] * 5, *[_INT] * 4],
-    "encoder_float": [ctypes.POINTER(EncoderShape), _LAYERS, *[_POINTER] * 2],
-    "encode_sources_float": [
-        ctypes.POINTER(EncoderShape),
-        _LAYERS,
-        ctypes.POINTER(SourcesShape),
-        _MAP,
-        _POOLS,
-        *[_POINTER] * 4,
-    ],
-    "decoder_step_float": [ctypes.POINTER(DecoderShape), _LAYERS, *[_POOLS] * 2, *[_POINTER] * 7],
-    "search_steps_float": [
-        ctypes.POINTER(SearchShape),
-        ctypes.POINTER(DecoderShape),
-        _LAYERS,
-        *[_POOLS] * 2,
-        ctypes.POINTER(OutputLayer),
-        *[_POINTER] * 13,
-    ],
-}
-
-
-def typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the argument types of a library's functions, and return the library."""
-    for name, types in _SIGNATURES.items():
-        for dtype_name in _DTYPE_NAMES.values():
-            getattr(library, f"{name}_{dtype_name}").argtypes = types
-    for name, types in _FLOAT_SIGNATURES.items():
-        getattr(library, name).argtypes = types
-    return library

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.native import Functions, LinearMap, RowsMap
+from mtrain.ops.header import STRUCTURES
+from mtrain.ops.native import Functions
 
 Ints = NDArray[np.int64]
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -66,7 +67,7 @@ class PackedRows(NamedTuple):
     """
 
     ids_C: Ints
-    row_map: RowsMap | None
+    row_map: ctypes.Structure | None
     memory: object
 
 
@@ -138,12 +139,12 @@ class PackedWeights:
         """Tell whether the compared weights are unchanged; their address must be the same."""
         return [probe.value for probe in self._probes] == self._probed_bits
 
-    def map_with(self, bias: Tensor | None) -> LinearMap:
+    def map_with(self, bias: Tensor | None) -> ctypes.Structure:
         """Return the map as C reads it; `tiles` (required) and `bias` must stay allocated."""
         assert self.tiles is not None
         tensors = (self.tiles, bias, *self._padded)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        return LinearMap(_FORMATS[self.precision], *pointers)
+        return STRUCTURES["linear_map"](_FORMATS[self.precision], *pointers)
 
     def rows(self, ids: Sequence[Ints]) -> list[PackedRows]:
         """Pack the rows of several lists of ids, each in tiles of its own."""
@@ -162,9 +163,10 @@ class PackedWeights:
         packed_rows = []
         for start, ids_C in zip(starts, ids, strict=True):
             addresses = [x.data_ptr() + start * size for x, size in zip(packed, sizes, strict=True)]
-            row_map = LinearMap(_FORMATS[self.precision], addresses[0], None, *addresses[1:])
+            pointers = (addresses[0], None, *addresses[1:])
+            row_map = STRUCTURES["linear_map"](_FORMATS[self.precision], *pointers)
             ids_address = padded_R.ctypes.data + 8 * start
-            rows = RowsMap(row_map, ids_address, len(ids_C))
+            rows = STRUCTURES["shortlist"](row_map, ids_address, len(ids_C))
             packed_rows.append(PackedRows(ids_C, rows, (padded_R, *packed)))
         return packed_rows
 

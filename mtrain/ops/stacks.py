@@ -20,15 +20,11 @@ from torch import Tensor, nn
 
 from mtrain.ops.attention import is_readable_cache
 from mtrain.ops.dropout import Dropout
+from mtrain.ops.header import STRUCTURES
 from mtrain.ops.layer_norm import LayerNorm
 from mtrain.ops.linear import Linear
 from mtrain.ops.native import (
-    DecoderShape,
-    EncoderShape,
     Functions,
-    LinearMap,
-    SourcesShape,
-    StackLayer,
     functions_for,
     has_global_hooks,
     hooks_of,
@@ -100,7 +96,7 @@ class _CompiledStack:
         self._head_size = self._d_model // num_heads
         self.table_VD = inputs[0].weight.detach()
         self.window = sys.maxsize if window is None else window + 1
-        self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
+        self._maps = (STRUCTURES["linear_map"] * len(maps))(*map(_linear_map, maps))
         self._num_pools = len(maps) or len(layers)
         self._modules, self._parameters = _descendants(layers, (*inputs, *maps))
         self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
@@ -117,7 +113,7 @@ class _CompiledStack:
         self._packed = [linear._packed for linear in self._linear_maps]
         self._norms = [norm for layer in layers for norm in layer.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
-        self.weights = (StackLayer * len(layers))(*map(_weights_of, layers))
+        self.weights = (STRUCTURES["stack_layer"] * len(layers))(*map(_weights_of, layers))
 
     @classmethod
     def of(
@@ -220,9 +216,11 @@ class CompiledSources(_CompiledStack):
         sizes = (len(self.table_VD), len(encodings_TD), len(pools), len(pools[0]))
         in_bf16 = pools[0].dtype is torch.bfloat16
         structures = (
-            EncoderShape(len(self._layers), *ids_BS.shape, *layer_sizes, self._head_size**-0.5),
+            STRUCTURES["encoder_shape"](
+                len(self._layers), *ids_BS.shape, *layer_sizes, self._head_size**-0.5
+            ),
             self.weights,
-            SourcesShape(*sizes, in_bf16, math.sqrt(self._d_model)),
+            STRUCTURES["sources_shape"](*sizes, in_bf16, math.sqrt(self._d_model)),
             self._maps,
             pointers(pools),
         )
@@ -286,9 +284,9 @@ class CompiledDecoder(_CompiledStack):
         encodings_TD: Tensor,
         pasts: Sequence[Tensor],
         sources: Sequence[Tensor],
-    ) -> DecoderShape:
+    ) -> ctypes.Structure:
         """Return the sizes of a step with contiguous slots."""
-        return DecoderShape(
+        return STRUCTURES["decoder_shape"](
             len(self._layers),
             num_rows,
             self._num_heads,
@@ -370,13 +368,13 @@ def _is_map(linear: Linear, in_features: int, out_features: int) -> bool:
     )
 
 
-def _linear_map(linear: Linear) -> LinearMap:
+def _linear_map(linear: Linear) -> ctypes.Structure:
     assert linear._packed is not None
     return linear._packed.map_with(linear.bias)
 
 
-def _weights_of(layer: LayerModules) -> StackLayer:
-    weights = StackLayer()
+def _weights_of(layer: LayerModules) -> ctypes.Structure:
+    weights = STRUCTURES["stack_layer"]()
     for name, linear in layer.linear_maps().items():
         setattr(weights, name, _linear_map(linear))
     for number, norm in layer.norms().items():

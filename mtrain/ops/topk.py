@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from mtrain.ops.consistency import ConsistencyFormula, plain_consistency
 from mtrain.ops.cross_entropy import Formula, plain_cross_entropy
 from mtrain.ops.linear import Linear, matmul_sizes
-from mtrain.ops.native import Functions, LinearMap, functions_for, is_bare
+from mtrain.ops.native import Functions, functions_for, is_bare
 from mtrain.ops.packed_weights import Ints, PackedRows, PackedWeights, Precision, RoundedCopy
 
 
@@ -117,7 +118,7 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     Equals `logits.log_softmax(-1)`, then `topk` without the columns in `never`, which count in the
     softmax. There are fewer columns than `count` if the vocabulary has fewer tokens.
     """
-    structures: tuple[LinearMap, ...] = ()
+    structures: tuple[ctypes.Structure, ...] = ()
     if isinstance(logits_NV, LazyLogits):
         name, rows, packed = "packed_topk", logits_NV.states_ND, logits_NV.packed
         sizes = (*rows.shape, len(packed.weight))
@@ -186,7 +187,7 @@ def _functions_without_grad(*tensors: Tensor) -> Functions | None:
 def _compiled_top(
     functions: Functions,
     name: str,
-    structures: tuple[LinearMap, ...],
+    structures: tuple[ctypes.Structure, ...],
     rows: Tensor,
     sizes: Sequence[int],
     never: list[int],

@@ -250,7 +250,7 @@ def test_attention_equals_torchs_scaled_dot_product_attention(kind):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, SHORT])
 @torch.no_grad()
 def test_attention_in_pytorch_by_matmul_equals_that_by_the_fused_kernel(kind, dtype, monkeypatch):
-    monkeypatch.setattr(attention_module.native, "compiled", lambda: None)
+    monkeypatch.setattr(native, "compiled", lambda: None)
     q, k, v = queries_keys_values(7, 7, 6, dtype)
     keep = keep_of(kind, 7, 7)
     batched = attention(q, k, v, keep)

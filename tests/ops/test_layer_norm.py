@@ -20,7 +20,7 @@ from ways import (
     share_of,
 )
 
-from mtrain.ops import attention as attention_module
+from mtrain.ops import native
 from mtrain.ops.dropout import Dropout, DropoutMask
 from mtrain.ops.layer_norm import add_norm
 
@@ -94,7 +94,7 @@ def test_add_norm_takes_tensors_that_are_not_contiguous(way, calls):
 
 
 def test_add_norm_without_a_compiler_passes_gradcheck(monkeypatch):
-    monkeypatch.setattr(attention_module.native, "compiled", lambda: None)
+    monkeypatch.setattr(native, "compiled", lambda: None)
     norm, dropout = norm_of(6, torch.float64), fixed(Dropout(0.3))
     inputs = (leaf(2, 3, 6), leaf(2, 3, 6, seed=1))
     assert torch.autograd.gradcheck(lambda x, branch: add_norm(x, branch, dropout, norm), inputs)

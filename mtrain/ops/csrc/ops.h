@@ -11,6 +11,8 @@
  *     makes each output that depends on it NaN.
  *   - A call runs on the caller's thread, and has no state but its arguments.
  *   - The result is a `status`. Where it is not OPS_OK, outputs are undefined.
+ *
+ * `header.py` reads the structures and functions from this text.
  */
 #pragma once
 
@@ -46,8 +48,7 @@ typedef enum {
 
 /* Sizes, each at least 1: b sentences, h heads, t queries, s keys, head width k. Strides are those of
  * sentence, head and position; the last dimension, of size k, is contiguous. The gradient of the output has
- * out_strides, too. `scale` multiplies the scores; the index of dropout is that of a weight in [b, h, t, s].
- * native.py declares the same structure. */
+ * out_strides, too. `scale` multiplies the scores; the index of dropout is that of a weight in [b, h, t, s]. */
 typedef struct {
     int64_t b, h, t, s, k;
     int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];
@@ -63,7 +64,7 @@ enum { IN_FLOAT, IN_BF16, IN_INT8 };
 
 /* A linear map x w^T + bias. With weights in bfloat16, x is rounded to bfloat16; with weights in int8, each
  * row of x is quantised to int8 with the scale max |x| / 127. Sums of products are in float; for int8 they are
- * exact up to k = 133144 (2^31 / 127^2). native.py declares the same structures. */
+ * exact up to k = 133144 (2^31 / 127^2). */
 typedef struct {
     int64_t format;       /* of the weights */
     const void *packed;   /* [m, k] in tiles */
