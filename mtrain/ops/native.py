@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import grp
 import hashlib
 import os
 import platform
-import pwd
-import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -107,7 +104,8 @@ def library() -> Library:
         if path.is_file():
             return _load(path, isa.name)
     if any(build.LIB_DIR.glob(f"{setting or '*'}-*.so")):
-        return Library(None, reason="its library was built from other sources")
+        hint = f"run python {build.__file__}"
+        return Library(None, reason=f"its library was built from other sources; {hint}")
     return Library(None, reason=f"no library for {setting or platform.machine()} is installed")
 
 
@@ -123,12 +121,7 @@ def _build_for_this_process(isa: build.InstructionSet) -> Library:
 
 
 def _load(path: Path, instruction_set: str) -> Library:
-    """Load a library, unless another user could have written it."""
-    path = path.resolve()
     try:
-        for file in (path, *path.parents):
-            if reason := _reason_for_distrust(file):
-                return Library(None, reason=reason)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         functions = ctypes.CDLL(str(path))
         for name, types in signatures().items():
@@ -136,34 +129,6 @@ def _load(path: Path, instruction_set: str) -> Library:
     except (OSError, AttributeError) as error:
         return Library(None, reason=str(error))
     return Library(functions, instruction_set, digest)
-
-
-def _reason_for_distrust(path: Path) -> str | None:
-    """Return why another user could have written `path`, or None if no other user could.
-
-    A file or folder is accepted if it belongs to this user or root, and nobody else may write it. A
-    group may write it if the owner is its only member; a sticky folder is accepted, because only
-    the owner of a file may replace it there.
-    """
-    info = path.stat()
-    if info.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to another user"
-    if stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX:
-        return None
-    if info.st_mode & stat.S_IWOTH or (
-        info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid)
-    ):
-        return f"other users may write {path}"
-    return None
-
-
-def _is_private_group(gid: int, uid: int) -> bool:
-    """Tell whether a group has the name of a user, and no other member."""
-    try:
-        group, user = grp.getgrgid(gid), pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return False
-    return group.gr_name == user and {*group.gr_mem} <= {user}
 
 
 class Functions:

@@ -1,4 +1,4 @@
-"""The library fits the processor, no other user can write it, and the header describes it."""
+"""The library fits the processor, and the header describes it."""
 
 import ast
 import ctypes
@@ -113,7 +113,8 @@ def test_describe_gives_the_reason_when_no_library_is_loaded(lib_dir, monkeypatc
     (name,) = [one.name for one in build.instruction_sets()]
     assert native.describe() == f"plain (no library for {name} is installed)"
     (lib_dir / f"{name}-0123456789ab.so").write_text("of other sources")
-    assert native.describe() == "plain (its library was built from other sources)"
+    reason = f"its library was built from other sources; run python {build.__file__}"
+    assert native.describe() == f"plain ({reason})"
     monkeypatch.setenv("MTRAIN_NATIVE", "0")
     assert native.describe() == "plain (MTRAIN_NATIVE=0)"
     assert native.name() == "plain"
@@ -144,89 +145,11 @@ def test_a_library_that_lacks_the_functions_is_not_used(lib_dir, monkeypatch):
 
 
 @needs_libraries
-def test_a_library_that_only_the_user_can_write_is_loaded(lib_dir):
-    copied(lib_dir)
-    assert native.describe() == f"compiled for {USABLE[-1]}"
-
-
-@needs_libraries
-@pytest.mark.parametrize("place", ["library", "its folder", "a folder above"])
-@pytest.mark.parametrize("danger", ["another user", "all users", "a group"])
-def test_a_library_that_another_user_could_have_written_is_not_loaded(
-    lib_dir, place, danger, monkeypatch
-):
-    path = copied(lib_dir)
-    where = {"library": path, "its folder": lib_dir, "a folder above": lib_dir.parent}[place]
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda _: pytest.fail("it was loaded"))
-    monkeypatch.setattr(native, "_is_private_group", lambda gid, uid: False)
-    if danger == "another user":
-        stat_of = Path.stat
-
-        def owned(own: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-            found = list(stat_of(own, follow_symlinks=follow_symlinks))
-            return os.stat_result([*found[:4], os.geteuid() + 1 if own == where else 0, *found[5:]])
-
-        monkeypatch.setattr(Path, "stat", owned)
-        assert native.describe() == f"plain ({where} belongs to another user)"
-    else:
-        bit = stat.S_IWOTH if danger == "all users" else stat.S_IWGRP
-        where.chmod(where.stat().st_mode | bit)
-        assert native.describe() == f"plain (other users may write {where})"
-    assert native.compiled() is None
-
-
-@needs_libraries
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_root_does_not_load_the_library_of_a_user(lib_dir):
-    path = copied(lib_dir)
-    os.chown(path, 65534, 65534)
-    assert native.describe() == f"plain ({path} belongs to another user)"
-
-
-@needs_libraries
-def test_a_library_in_a_folder_with_the_sticky_bit_is_loaded(lib_dir):
-    """/tmp is such a folder."""
-    path = copied(lib_dir)
-    lib_dir.chmod(0o1777)
-    assert native.compiled()._name == str(path)
-
-
-@needs_libraries
-def test_the_folder_of_the_target_of_a_symbolic_link_is_checked(lib_dir, tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    path = copied(lib_dir)
-    path.rename(shared / path.name)
-    path.symlink_to(shared / path.name)
-    shared.chmod(0o777)
-    assert native.describe() == f"plain (other users may write {shared})"
-
-
-@needs_libraries
-@pytest.mark.parametrize(
-    ("group", "members", "is_loaded"),
-    [("ann", [], True), ("ann", ["ann"], True), ("ann", ["bob"], False), ("staff", [], False)],
-)
-def test_a_group_writable_library_is_loaded_only_if_the_group_is_private_to_the_user(
-    lib_dir, monkeypatch, group, members, is_loaded
-):
-    """Many systems give each user a private group that may write all the user's files."""
-    path = copied(lib_dir)
-    path.chmod(0o775)
-    monkeypatch.setattr(native.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ann"))
-    named = SimpleNamespace(gr_name=group, gr_mem=members)
-    monkeypatch.setattr(native.grp, "getgrgid", lambda gid: named)
-    assert (native.compiled() is not None) == is_loaded
-
-
-@needs_libraries
-def test_a_group_writable_library_of_an_unknown_group_is_not_loaded(lib_dir, monkeypatch):
-    def unknown(number: int) -> None:
-        raise KeyError(number)
-
+def test_a_library_in_a_folder_that_a_group_may_write_is_loaded(lib_dir):
+    """Clusters share such folders, and `native.py` itself would run from there, too."""
     copied(lib_dir).chmod(0o775)
-    monkeypatch.setattr(native.grp, "getgrgid", unknown)
-    assert native.compiled() is None
+    lib_dir.chmod(0o775)
+    assert native.describe() == f"compiled for {USABLE[-1]}"
 
 
 @pytest.fixture
