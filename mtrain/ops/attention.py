@@ -21,8 +21,8 @@ from mtrain.ops.native import (
     check_same_device,
     differentiable_once,
     functions_for,
+    has_cpu_memory,
     is_bare,
-    is_plain,
     run_compiled,
 )
 
@@ -44,7 +44,7 @@ def attention(
         dropout: applied to the weights after the softmax, while training.
     """
     is_training = dropout is not None and dropout.is_active
-    functions = functions_for(q, k, v, is_training=is_training)
+    functions = functions_for(q, k, v, any_threads=is_training)
     if functions is not None and _has_compiled_form(q, k, v, keep, dropout):
         mask = dropout.draw() if dropout is not None else NO_DROPOUT
         return run_compiled(_AttentionFunction, q, k, v, keep, mask, functions)
@@ -79,7 +79,7 @@ def _has_compiled_form(
         and k_shape == v.shape
         and (k_shape[0], k_shape[1], k_shape[3]) == (q_shape[0], q_shape[1], q_shape[3])
         and k_shape[2] <= _MAX_COMPILED_KEYS[q.dtype]
-        and (keep is None or (keep.dtype is torch.bool and is_plain(keep)))
+        and (keep is None or (keep.dtype is torch.bool and has_cpu_memory(keep)))
         and (dropout is None or is_bare(dropout))
     )
 
@@ -175,7 +175,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         and cache_shape[1] == 2 * d_model
         and slots_shape[0] == num_rows
         and slots_NT.dtype is torch.int64
-        and is_plain(slots_NT)
+        and has_cpu_memory(slots_NT)
         and is_readable_cache(cache_RX, q_ND.dtype)
         and num_heads > 0
         and d_model % num_heads == 0
@@ -203,7 +203,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
 def is_readable_cache(cache_RX: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether the compiled functions for tensors of `dtype` can read a cache [R, X]."""
     is_known = cache_RX.dtype in (dtype, torch.bfloat16)
-    return is_known and is_plain(cache_RX) and cache_RX.is_contiguous()
+    return is_known and has_cpu_memory(cache_RX) and cache_RX.is_contiguous()
 
 
 def _empty_heads_last(*tensors: Tensor) -> list[Tensor]:

@@ -116,7 +116,7 @@ def _cross_entropy(
     formula: Formula | None = None,
 ) -> None:
     """Add loss and nll to `sums`; overwrite logits [N, V] with their gradient, if `with_grad`."""
-    functions = functions_for(logits, is_training=True)
+    functions = functions_for(logits, any_threads=True)
     if functions is not None:
         tensors = (logits, targets.contiguous())
         shape = (*logits.shape, logits.stride(0), smoothing, int(with_grad))

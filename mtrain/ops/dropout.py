@@ -68,7 +68,7 @@ class Dropout(nn.Module):
             return F.dropout(x, self.rate)
         # compiled also where gradients are disabled: the first pass of a checkpoint must draw the
         # mask that its recomputation draws
-        functions = functions_for(x, is_training=True)
+        functions = functions_for(x, any_threads=True)
         result: Tensor = _DropoutFunction.apply(  # type: ignore[no-untyped-call]
             x, self.draw(), functions
         )

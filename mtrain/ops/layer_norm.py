@@ -30,7 +30,7 @@ class LayerNorm(nn.LayerNorm):
 
 def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
     """Return LayerNorm(x + Dropout(branch)), all [..., D], in the dtype of `x` (section 5.4)."""
-    functions = functions_for(x, branch, is_training=dropout.is_active)
+    functions = functions_for(x, branch, any_threads=dropout.is_active)
     gain, bias = norm.weight, norm.bias
     if (
         functions is None

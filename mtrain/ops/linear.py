@@ -17,9 +17,9 @@ from mtrain.ops.native import (
     check_same_device,
     differentiable_once,
     functions_for,
+    has_cpu_memory,
     is_bare,
     is_float_vector,
-    is_plain,
 )
 from mtrain.ops.packed_weights import PackedWeights, Precision
 from mtrain.runtime.device import processor_has
@@ -121,7 +121,7 @@ class Linear(nn.Linear):
         """
         self._packed = None
         weight = self.weight
-        functions = functions_for(weight, is_training=True)
+        functions = functions_for(weight, any_threads=True)
         is_usable = weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()
         if not is_usable or (functions is None and precision == "float32"):
             return
@@ -216,10 +216,10 @@ class _MixedDtypeLinear(torch.autograd.Function):
 
 def functions_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Functions | None:
     """Return the compiled functions if they multiply `x` by `weight` faster than PyTorch does."""
-    functions = functions_for(x, is_training=True)
+    functions = functions_for(x, any_threads=True)
     if functions is None or not functions.has_fast_matmul():
         return None
-    if weight.dtype is not torch.float32 or not is_plain(weight):
+    if weight.dtype is not torch.float32 or not has_cpu_memory(weight):
         return None
     if not _fits(x, weight) or not (bias is None or is_float_vector(bias, len(weight))):
         return None

@@ -167,7 +167,7 @@ class Functions:
         *numbers: float,
         structures: tuple[ctypes.Structure | ctypes.Array[Any], ...] = (),
     ) -> None:
-        """Call a C function with structures, the data pointers of contiguous tensors, and numbers.
+        """Call a C function with structures, the data pointers of tensors, and numbers.
 
         Raises:
             MemoryError: if the work space cannot be allocated.
@@ -185,24 +185,25 @@ class Functions:
             raise IndexError(f"index out of range in {name}")
 
 
-def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | None:
+def functions_for(*tensors: Tensor, any_threads: bool = False) -> Functions | None:
     """Return the compiled functions for these tensors, or None where the plain formula is used.
 
     The functions run on one thread: training and translating split their batches over threads.
-    They take `is_plain` tensors of one dtype. Under `torch.jit.trace`, and in forward-mode
-    differentiation with gradients disabled, the result is None: both need PyTorch operations.
+    They take tensors of one dtype with `has_cpu_memory`. Under `torch.jit.trace`, and in
+    forward-mode differentiation with gradients disabled, the result is None: both need PyTorch
+    operations.
 
     Args:
         tensors: the tensors that a function reads.
-        is_training: return functions also where gradients are disabled and PyTorch has several
+        any_threads: return functions also where gradients are disabled and PyTorch has several
             threads.
     """
     dtype = tensors[0].dtype
     for tensor in tensors:
-        if tensor.dtype is not dtype or not is_plain(tensor):
+        if tensor.dtype is not dtype or not has_cpu_memory(tensor):
             return None
     if not torch.is_grad_enabled():
-        if not is_training and torch.get_num_threads() != 1:
+        if not any_threads and torch.get_num_threads() != 1:
             return None
         if forward_ad._current_level >= 0:
             return None
@@ -217,7 +218,7 @@ def _functions_of(library: ctypes.CDLL | None, dtype: torch.dtype) -> Functions 
     return None if library is None or dtype_name is None else Functions(library, dtype_name)
 
 
-def is_plain(tensor: Tensor) -> bool:
+def has_cpu_memory(tensor: Tensor) -> bool:
     """Tell whether a tensor has elements in the memory of the CPU.
 
     Subclasses are excluded: fake and quantised ones report the CPU, but have no such elements.

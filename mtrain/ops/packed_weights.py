@@ -107,7 +107,7 @@ class PackedWeights:
         elif precision == "int8":
             self._rounded_MK, self._scales_M = quantise(own_MK)
         self.functions = functions
-        self.tiles = None if functions is None else pack_rows(self._rounded_MK, functions)
+        self.tiles = None if functions is None else pack_tiles(self._rounded_MK, functions)
         if self.tiles is not None and self._scales_M is not None:
             missing = self.tiles.shape[0] * self.tiles.shape[2] - len(weight)
             sums_M = self._rounded_MK.sum(1, dtype=torch.int32)
@@ -157,7 +157,7 @@ class PackedWeights:
         for start, ids_C in zip(starts, ids, strict=True):
             padded_R[start : start + len(ids_C)] = ids_C
         rows_R = torch.from_numpy(padded_R)
-        tiles = pack_rows(self._rounded_MK[rows_R], self.functions)
+        tiles = pack_tiles(self._rounded_MK[rows_R], self.functions)
         packed = [tiles, *(each[rows_R] for each in self._padded)]
         sizes = [4 * group_size, *(4 for _ in self._padded)]  # bytes of a row
         packed_rows = []
@@ -199,7 +199,7 @@ class PackedWeights:
         return RoundedCopy(packed, self.weight, bounds_2M.view(2, -1, _BLOCK).amax(-1).contiguous())
 
 
-def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:
+def pack_tiles(weight_MK: Tensor, functions: Functions) -> Tensor:
     """Return weights [M, K] packed for the compiled functions, [M / P, K', P].
 
     They are padded with zeros. P is the number of output columns of one tile, and K' the number of

@@ -26,11 +26,11 @@ from mtrain.ops.linear import Linear
 from mtrain.ops.native import (
     Functions,
     functions_for,
+    has_cpu_memory,
     has_global_hooks,
     hooks_of,
     is_bare,
     is_float_vector,
-    is_plain,
 )
 from mtrain.ops.packed_weights import Ints
 
@@ -385,7 +385,7 @@ def _weights_of(layer: LayerModules) -> ctypes.Structure:
 
 
 def _is_float(x_RD: Tensor) -> bool:
-    return is_plain(x_RD) and x_RD.dtype is torch.float32 and x_RD.is_contiguous()
+    return has_cpu_memory(x_RD) and x_RD.dtype is torch.float32 and x_RD.is_contiguous()
 
 
 def _is_table(embedding: nn.Embedding, d_model: int) -> bool:
@@ -404,4 +404,5 @@ def _is_pool(pool: Sequence[Tensor], d_model: int) -> bool:
 
 def _are_ids(ids: Tensor, *shape: int) -> bool:
     """Tell whether a tensor holds int64 ids of this shape, contiguous and on the CPU."""
-    return is_plain(ids) and ids.dtype is torch.int64 and ids.shape == shape and ids.is_contiguous()
+    is_usable = has_cpu_memory(ids) and ids.dtype is torch.int64
+    return is_usable and ids.shape == shape and ids.is_contiguous()

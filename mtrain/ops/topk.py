@@ -47,7 +47,7 @@ class Projection(Linear):
         elif packed.functions.has_fast_int8():
             packed.scan = packed.make_scan("int8")
         else:
-            bf16_functions = functions_for(torch.empty(1, dtype=torch.bfloat16), is_training=True)
+            bf16_functions = functions_for(torch.empty(1, dtype=torch.bfloat16), any_threads=True)
             if bf16_functions is not None and bf16_functions.has_fast_matmul():
                 packed.scan = packed.make_scan("bfloat16")
 

@@ -182,7 +182,7 @@ def test_the_compiled_argmax_of_a_nan_state_is_minus_one(calls, one_thread, prec
 @pytest.mark.parametrize("width", [3, 64, 1000])
 @torch.no_grad()
 def test_the_logit_errors_of_a_compiled_scan_are_within_its_bounds(one_thread, precision, width):
-    functions = native.functions_for(torch.ones(1), is_training=True)
+    functions = native.functions_for(torch.ones(1), any_threads=True)
     if functions is None:
         pytest.skip("nothing is compiled")
     projected, states = Projection(width, 150), normal(50, width, dtype=FLOAT)
