@@ -25,21 +25,12 @@ import torch
 
 from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step, Steps
 from mtrain.decode.options import DecodingOptions
+from mtrain.runtime.threads import NUM_THREADS_LOCK
 
 Rows = list[int]  # numbers of the sources of a call
 _Decoding = Generator[None, None, list[list[Hypothesis]]]
-_NUM_THREADS_LOCK = threading.Lock()
 _IDLE_S = 0.02  # a thread ends after this time without a call; starting one takes time
 _MAX_PASSED = 100  # groups that may overtake a group that does not fit yet
-
-
-def num_threads() -> int:
-    """Return PyTorch's number of threads; a new thread must call this before it uses PyTorch.
-
-    PyTorch gives a new thread the number that was set last; while a worker starts, that is 1.
-    """
-    with _NUM_THREADS_LOCK:
-        return torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -280,7 +271,7 @@ class _Worker(Generic[S]):
     def _start_thread(self) -> None:
         """Decode in a new thread; end all calls with an error if it cannot start."""
         started, self._is_running = threading.Event(), True
-        with _NUM_THREADS_LOCK:
+        with NUM_THREADS_LOCK:
             try:
                 threading.Thread(target=self._run, args=[started], name=self._name).start()
             except RuntimeError as error:

@@ -34,7 +34,6 @@ from mtrain.decode.shared_search import (
     SearchCall,
     SearchLimits,
     SharedSearch,
-    num_threads,
 )
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.kv_cache import KVCache
@@ -46,6 +45,7 @@ from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick_device
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.threads import map_on_cores, num_threads
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
@@ -343,7 +343,6 @@ class Translator:
         src_BS = pad_right(src, vocabulary.pad).to(self.device)
         return Padded(src_BS, keep_first([len(ids) for ids in src]).to(self.device))
 
-    @torch.inference_mode()
     def score(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[list[float]]:
@@ -353,13 +352,22 @@ class Translator:
             sources: the source of each target.
             targets: tokens without bos and eos.
         """
-        log_probs: dict[int, list[float]] = {}
-        for rows, padded, tgt_in_BT in self._batches_of_pairs(sources, targets):
+
+        @torch.inference_mode()
+        def log_probs_of(rows: list[int]) -> list[list[float]]:
+            padded, tgt_in_BT = self._pad_pairs(sources, targets, rows)
             tgt_out = [[*targets[row], self.tokenizer.tgt.eos] for row in rows]
             tgt_out_BT = pad_right(tgt_out, self.tokenizer.tgt.pad).to(self.device)
             log_probs_BT = self.ensemble.log_probs(padded, tgt_in_BT, tgt_out_BT).tolist()
-            for row, ids, log_probs_T in zip(rows, tgt_out, log_probs_BT, strict=True):
-                log_probs[row] = log_probs_T[: len(ids)]
+            return [log_probs_BT[i][: len(ids)] for i, ids in enumerate(tgt_out)]
+
+        batches = self._batches_of_pairs(sources, targets)
+        each = map_on_cores if self.device.type == "cpu" else map
+        log_probs = {
+            row: log_probs_T
+            for rows, found in zip(batches, each(log_probs_of, batches), strict=True)
+            for row, log_probs_T in zip(rows, found, strict=True)
+        }
         if self.process_group.size > 1:
             message = json.dumps(list(log_probs.items())).encode()
             for part in self.process_group.all_gather_bytes(message):
@@ -383,7 +391,8 @@ class Translator:
         predicted.
         """
         weights: dict[int, Tensor] = {}
-        for rows, padded, tgt_in_BT in self._batches_of_pairs(sources, targets):
+        for rows in self._batches_of_pairs(sources, targets):  # hooks of a model allow one thread
+            padded, tgt_in_BT = self._pad_pairs(sources, targets, rows)
             weights_BTS = self.ensemble.cross_attention(padded, tgt_in_BT).cpu()
             for row, weights_TS in zip(rows, weights_BTS, strict=True):
                 weights[row] = weights_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
@@ -395,19 +404,29 @@ class Translator:
 
     def _batches_of_pairs(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
-    ) -> Iterator[tuple[list[int], list[Padded], Tensor]]:
-        """Yield this rank's batches: row numbers, sources for each model, and tgt_in [B, T]."""
+    ) -> list[list[int]]:
+        """Return the rows of each of this rank's batches."""
         lengths = [
             max(len(source.ids), len(target) + 1)
             for source, target in zip(sources, targets, strict=True)
         ]
         rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         cuts = _cut([lengths[row] for row in rows], self.options.batch_tokens // 4)
-        for cut in islice(cuts, self.process_group.rank, None, self.process_group.size):
-            self.limits.seconds_left()
-            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows[cut]]
-            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
-            yield rows[cut], self._pad_for_models([sources[row] for row in rows[cut]]), tgt_in_BT
+        first, num_ranks = self.process_group.rank, self.process_group.size
+        return [rows[cut] for cut in islice(cuts, first, None, num_ranks)]
+
+    def _pad_pairs(
+        self, sources: Sequence[EncodedSource], targets: Sequence[list[int]], rows: list[int]
+    ) -> tuple[list[Padded], Tensor]:
+        """Return the sources of a batch for each model, and its tgt_in [B, T].
+
+        Raises:
+            TimeoutError, CancelledError: as `limits` say.
+        """
+        self.limits.seconds_left()
+        tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows]
+        tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
+        return self._pad_for_models([sources[row] for row in rows]), tgt_in_BT
 
 
 def _draw_uniform(sources: list[EncodedSource], num_samples: int, length: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Threads: one that reads ahead, and a pool for the micro-batches of an update."""
+"""Threads: one that reads ahead, a pool for the micro-batches of an update, one for each core."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,45 @@ import torch
 Item = TypeVar("Item")
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+NUM_THREADS_LOCK = threading.Lock()  # held while threads start
+
+
+def num_threads() -> int:
+    """Return PyTorch's number of threads; a new thread must call this before it uses PyTorch.
+
+    PyTorch gives a new thread the number that was set last; while a worker starts, that is 1.
+    """
+    with NUM_THREADS_LOCK:
+        return torch.get_num_threads()
+
+
+def map_on_cores(function: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
+    """Return the results of `function`, in the order of `tasks`; each task runs on one core.
+
+    Unless PyTorch has one thread, the tasks run in new threads. Any number of threads may call it.
+    """
+    count = num_threads()
+    if count == 1 or not tasks:
+        return [function(task) for task in tasks]
+    num_workers = min(count, len(tasks))
+    are_started = threading.Barrier(num_workers + 1)
+
+    def use_one_core() -> None:
+        torch.get_num_threads()  # the first call in a thread takes over the number set last
+        torch.set_num_threads(1)
+        are_started.wait()
+
+    with ThreadPoolExecutor(num_workers, "core", use_one_core) as pool:
+        with NUM_THREADS_LOCK:
+            try:
+                results = pool.map(function, tasks)
+                are_started.wait()
+            except BaseException:  # a signal, or no thread can start
+                are_started.abort()
+                raise
+            finally:
+                torch.set_num_threads(count)
+        return list(results)
 
 
 def read_ahead(items: Iterator[Item], count: int) -> Generator[Item]:

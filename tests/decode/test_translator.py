@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from mtrain.decode import translator as translator_module
 from mtrain.decode.beam import NUM_GROUPS, length_penalty
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import translate_lines
-from mtrain.decode.shared_search import SearchCall, SharedSearch, _Worker
+from mtrain.decode.shared_search import SearchCall, SearchLimits, SharedSearch, _Worker
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
@@ -244,6 +245,34 @@ def test_searched_log_probs_equal_those_of_scoring_the_same_target(
             assert sum(log_probs) == pytest.approx(hypothesis.log_prob, abs=of_sums)
             penalty = length_penalty(len(log_probs), 0.8)
             assert sum(log_probs) / penalty == pytest.approx(hypothesis.score, abs=of_scores)
+
+
+def test_scores_on_several_threads_are_computed_with_packed_weights_and_those_of_one_thread(
+    translator: Translator, calls: list[str]
+) -> None:
+    small = with_options(translator, batch_tokens=128)  # several batches
+    targets = [best[0].ids for best in small.search(sources(small))]
+    torch.set_num_threads(1)
+    alone = small.score(sources(small), targets)
+    first = {*calls, "packed_topk"}
+    calls.clear()
+    torch.set_num_threads(3)
+    assert small.score(sources(small), targets) == alone
+    assert {*calls} <= first
+    assert {"attention", "packed_linear", "packed_topk"} <= {*calls}
+
+
+def test_scoring_on_several_threads_ends_as_its_limits_say(translator: Translator) -> None:
+    torch.set_num_threads(3)
+    cancelled = threading.Event()
+    cancelled.set()
+    for limits, error in (
+        (SearchLimits(deadline_s=time.monotonic()), TimeoutError),
+        (SearchLimits(cancel=cancelled), CancelledError),
+    ):
+        limited = translator.with_options(translator.options, limits)
+        with pytest.raises(error):
+            limited.score(sources(translator), [[5, 6, 7]] * len(sources(translator)))
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_the_other_lines(translator: Translator) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.runtime.threads import ThreadPool
+from mtrain.runtime import threads
+from mtrain.runtime.threads import ThreadPool, map_on_cores
 
 PATIENCE_S = 60
 
@@ -121,3 +122,65 @@ def test_closing_the_pool_ends_its_threads(num_threads: None) -> None:
     workers.close()
     workers.close()
     assert names() == before
+
+
+def test_map_on_cores_runs_each_task_in_a_new_thread_on_one_core(num_threads: None) -> None:
+    before = names()
+    together = threading.Barrier(3)
+
+    def task(number: int) -> tuple[int, int, int]:
+        together.wait(PATIENCE_S)
+        return number, torch.get_num_threads(), threading.get_ident()
+
+    found = map_on_cores(task, range(6))
+    assert [(number, count) for number, count, _ in found] == [(number, 1) for number in range(6)]
+    assert threading.get_ident() not in {thread for *_, thread in found}
+    assert (torch.get_num_threads(), names()) == (3, before)
+
+
+def test_map_on_cores_runs_a_single_task_on_one_core_too(num_threads: None) -> None:
+    assert map_on_cores(lambda _: torch.get_num_threads(), [0]) == [1]
+    assert map_on_cores(lambda task: task, []) == []
+    torch.set_num_threads(1)
+    here = threading.get_ident()
+    assert map_on_cores(lambda _: threading.get_ident(), [0, 1]) == [here, here]
+
+
+def test_map_on_cores_propagates_the_first_error(num_threads: None) -> None:
+    with pytest.raises(ZeroDivisionError, match="this task has gone wrong"):
+        map_on_cores(fail_at_two, range(4))
+    assert torch.get_num_threads() == 3
+
+
+def test_a_thread_that_starts_meanwhile_does_not_take_over_one_core(num_threads: None) -> None:
+    counts: list[int] = []
+    started = threading.Thread(target=lambda: counts.append(threads.num_threads()))
+    set_num_threads = torch.set_num_threads
+
+    def start_another(count: int) -> None:
+        set_num_threads(count)
+        if count == 1 and started.ident is None:
+            started.start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads.torch, "set_num_threads", start_another)
+        map_on_cores(lambda task: task, [0])
+    started.join()
+    assert counts == [3]
+
+
+def test_map_on_cores_raises_the_error_of_a_thread_that_cannot_start(
+    num_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        map_on_cores(lambda task: task, range(3))
+    assert torch.get_num_threads() == 3
