@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -250,6 +251,20 @@ class Transformer(nn.Module):
             if isinstance(module, Linear):
                 module.pack_weights(precision)
         self.cache_dtype = None if precision == "float32" else torch.bfloat16
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Compute in float32 with packed weights, as a loaded model does; then as before again."""
+        dtype, self.compute_dtype = self.compute_dtype, None
+        self.pack_weights()
+        try:
+            yield
+        finally:
+            self.compute_dtype = dtype
+            self._compiled_sources = self._compiled_decoder = None
+            for module in self.modules():
+                if isinstance(module, Linear):
+                    module.unpack_weights()
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the compiled layers, which point to the weights of this object."""

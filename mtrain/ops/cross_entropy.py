@@ -84,7 +84,7 @@ def _projected(
     formula: Formula | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Add loss and nll to `sums`; return the gradients of states and weight, if `with_grad`."""
-    functions = functions_for_linear(states, weight)
+    functions = functions_for_linear(states, weight, any_threads=with_grad)
     if functions is not None:
         states, weight = states.contiguous(), weight.contiguous()
         grads = (torch.empty_like(states), torch.empty_like(weight)) if with_grad else (None, None)
@@ -116,7 +116,7 @@ def _cross_entropy(
     formula: Formula | None = None,
 ) -> None:
     """Add loss and nll to `sums`; overwrite logits [N, V] with their gradient, if `with_grad`."""
-    functions = functions_for(logits, any_threads=True)
+    functions = functions_for(logits, any_threads=with_grad)
     if functions is not None:
         tensors = (logits, targets.contiguous())
         shape = (*logits.shape, logits.stride(0), smoothing, int(with_grad))

@@ -119,7 +119,7 @@ class Linear(nn.Linear):
             precision: of the copy. With bfloat16 and int8 the input of a product is rounded, too:
                 to bfloat16, or each row to int8 with the scale max|x| / 127.
         """
-        self._packed = None
+        self.unpack_weights()
         weight = self.weight
         functions = functions_for(weight, any_threads=True)
         is_usable = weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()
@@ -127,6 +127,10 @@ class Linear(nn.Linear):
             return
         if not weight.is_inference():  # inference tensors do not count their versions
             self._packed = PackedWeights(weight, functions, precision)
+
+    def unpack_weights(self) -> None:
+        """Delete the packed copy."""
+        self._packed = None
 
     def _packed_for(self, x: Tensor) -> PackedWeights | None:
         """Return the packed weights if `x` [..., in_features] can be multiplied by them.
@@ -214,9 +218,11 @@ class _MixedDtypeLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def functions_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Functions | None:
+def functions_for_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, any_threads: bool = False
+) -> Functions | None:
     """Return the compiled functions if they multiply `x` by `weight` faster than PyTorch does."""
-    functions = functions_for(x, any_threads=True)
+    functions = functions_for(x, any_threads=any_threads)
     if functions is None or not functions.has_fast_matmul():
         return None
     if weight.dtype is not torch.float32 or not has_cpu_memory(weight):

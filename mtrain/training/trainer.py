@@ -366,7 +366,9 @@ class Trainer:
             loss, nll = self.valid.loss(translator.model, self.settings, translator.process_group)
             if not math.isfinite(loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
-            hypotheses = self.valid.translations(translator)
+            is_packed = self.device.type == "cpu" and self.sharded is None
+            with self.model.packed() if is_packed else nullcontext():  # as `mtrain eval` does
+                hypotheses = self.valid.translations(translator)
         score = 0.0
         if self.process_group.is_first:
             score = bleu(hypotheses, self.valid.lines.tgt, self.config.data.tgt_lang)

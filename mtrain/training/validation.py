@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mtrain.config.sections import TrainingConfig
+from mtrain.data.batch import Batch
 from mtrain.data.loader import in_batches
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
@@ -17,8 +18,9 @@ from mtrain.evaluation.metrics import ignored_source
 from mtrain.io.text_width import shortened, visible
 from mtrain.model.transformer import Transformer
 from mtrain.runtime.process_group import ProcessGroup
+from mtrain.runtime.threads import map_on_cores
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.training.loss import loss_of
+from mtrain.training.loss import LossSum, loss_of
 
 _MAX_EXAMPLE = 145  # terminal columns of an example
 
@@ -48,15 +50,19 @@ class ValidationSet:
         src, tgt = zip(*kept, strict=True)
         self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
 
-    @torch.no_grad()
     def loss(
         self, model: Transformer, config: TrainingConfig, process_group: ProcessGroup
     ) -> tuple[float, float]:
         """Return loss and nll per target token; all ranks must call it, each computes a part."""
         model.eval()
         device = model.output.weight.device
+
+        @torch.no_grad()
+        def sums_of(batch: Batch) -> LossSum:
+            return loss_of(model, batch.to(device), config)
+
         batches = self._batches[process_group.rank :: process_group.size]
-        sums = [loss_of(model, batch.to(device), config) for batch in batches]
+        sums = map_on_cores(sums_of, batches) if device.type == "cpu" else map(sums_of, batches)
         totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
         local = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
         loss, nll, num_tokens = process_group.all_reduce_sum(local).tolist()

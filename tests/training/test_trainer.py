@@ -32,6 +32,9 @@ from mtrain.config import config_file
 from mtrain.config.sections import ConsistencyConfig, TrainingConfig
 from mtrain.data import prepare
 from mtrain.data.batch import Batch, UpdateBatches, collate
+from mtrain.decode import translator as translator_module
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import Translator
 from mtrain.errors import DataError, RunError
 from mtrain.evaluation.metrics import bleu
 from mtrain.io.lines import read_lines
@@ -39,6 +42,7 @@ from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Progress
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
@@ -166,6 +170,56 @@ def test_validation_pairs_that_are_too_long_are_translated_but_not_in_the_loss(
         "`data.valid` must have a pair within `data.max_tokens`, which is 2, but all of its 12 are "
         "longer."
     )
+
+
+def test_validation_translates_as_the_checkpoint_does_once_loaded(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    """In float32 with packed weights, also where the training computes in bfloat16."""
+    seen, translations = [], ValidationSet.translations
+
+    def noted(valid: ValidationSet, translator: Translator) -> list[str]:
+        calls.clear()
+        dtype = translator.model.compute_dtype
+        seen.append((translations(valid, translator), {*calls}, dtype, translator.options))
+        return seen[-1][0]
+
+    monkeypatch.setattr(ValidationSet, "translations", noted)
+    settings = ["training.precision=bfloat16", "training.max_steps=30", "training.lr=0.01"]
+    settings += ["training.validate_every=30", "training.average=1"]
+    run = train(source, *settings, run=str(tmp_path / "run"))
+    during, names, dtype, options = seen[0]
+    assert (dtype, "search_steps" in names) == (None, True)
+    loaded = translator_module.load(run, options, LoadOptions("cpu", step=30))
+    lines = prepare.read_valid(run)
+    assert during == translate_lines(loaded, lines.src, block_lines=len(lines.src))
+    assert any(during)
+
+
+def test_validations_do_not_change_the_training(source: Path, tmp_path: Path) -> None:
+    settings = ["training.precision=bfloat16", "training.average=1"]
+    runs = [
+        train(source, *settings, f"training.validate_every={every}", run=str(tmp_path / str(every)))
+        for every in (2, 12)
+    ]
+    often, once = map(weights, runs)
+    assert often == once
+
+
+def test_the_validation_loss_runs_on_each_core_with_the_bits_of_one(
+    straight: RunDir, calls: list[str]
+) -> None:
+    tokenizer = sentencepiece.load(straight.tokenizer_dir)
+    valid = ValidationSet(prepare.read_valid(straight), tokenizer, 64, 500)
+    model = translator_module.load(straight, loading=LoadOptions("cpu")).model
+    losses = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        calls.clear()
+        losses.append(valid.loss(model, TrainingConfig(), SINGLE))
+        assert "projected_cross_entropy" in calls or "cross_entropy" in calls
+        assert {"attention", "packed_linear"} <= {*calls}
+    assert losses[0] == losses[1]
 
 
 def test_without_label_smoothing_the_loss_is_the_nll(source: Path, tmp_path: Path) -> None:
