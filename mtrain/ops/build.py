@@ -41,6 +41,7 @@ COMPILE_FLAGS = (
 ELEM_FLAGS = {"float": (), "bf16": ("-DBF16",)}  # each file is compiled once for each type
 _LINK_FLAGS = ("-shared", "-Wl,-z,relro,-z,now") if sys.platform == "linux" else ("-shared",)
 _TIMEOUT_S = 600.0
+_MAX_PROCESSES = 8  # each takes up to 200 MB
 
 
 class InstructionSet(NamedTuple):
@@ -93,8 +94,11 @@ def find_compiler() -> list[str]:
     Raises:
         BuildError: if there is none.
     """
-    if named := shlex.split(os.environ.get("CC", "")):
-        return named
+    try:
+        if named := shlex.split(os.environ.get("CC", "")):
+            return named
+    except ValueError as error:
+        raise BuildError(f"CC must be a command, but is {os.environ['CC']!r}: {error}") from None
     for name in ("cc", "gcc", "clang"):
         if path := shutil.which(name):
             return [path]
@@ -157,13 +161,16 @@ def build(
 def _run_all(
     commands: list[tuple[str, list[str]]], folder: Path, deadline: float
 ) -> dict[str, str]:
-    """Run commands, as many at once as there are processors; return {key: error} for failures."""
+    """Run commands, up to 8 at once, on separate cores; return {key: error} for failures."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    num_processes = min(_MAX_PROCESSES, num_cores)
     waiting, failed = list(commands), dict[str, str]()
     running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     env = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # /tmp may be full
     try:
         while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < num_processes:
                 key, command = waiting.pop(0)
                 log_path = folder / f"{len(waiting)}.log"
                 with log_path.open("wb") as log:
@@ -210,11 +217,22 @@ def update(directory: Path = LIB_DIR, names: Collection[str] = ()) -> dict[str, 
         for isa in instruction_sets()
         if (not names or isa.name in names) and not library_path(directory, isa.name).exists()
     ]
-    return build(directory, missing) if missing else {}
+    try:
+        return build(directory, missing) if missing else {}
+    except OSError as error:  # the folder cannot be written, or the disk is full
+        raise BuildError(str(error)) from None
 
 
 def main() -> int:
     """Update the libraries in the source tree, delete old ones, and return the exit code."""
+    known = [isa.name for isa in instruction_sets()]
+    if unknown := [name for name in sys.argv[1:] if name not in known]:
+        print(
+            f"instruction sets must be some of {', '.join(known)}, but are {', '.join(unknown)} "
+            "instead.",
+            file=sys.stderr,
+        )
+        return 2
     try:
         failed = update(names=sys.argv[1:])
     except BuildError as error:

@@ -134,11 +134,42 @@ def test_find_compiler_raises_an_error_when_there_is_no_compiler(tmp_path, monke
         build.find_compiler()
 
 
+def test_a_command_in_cc_that_is_not_well_formed_is_named_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "gcc '")
+    with raises('CC must be a command, but is "gcc \'": No closing quotation'):
+        build.build(tmp_path / "lib", build.instruction_sets())
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_the_error(compiler, tmp_path):
+    (tmp_path / "lib").write_text("a file")
+    with raises(f"[Errno 17] File exists: '{tmp_path / 'lib'}'"):
+        build.update(tmp_path / "lib")
+
+
+@pytest.mark.parametrize(("num_cores", "most"), [(3, 3), (100, 8)])
+def test_as_many_compilers_run_at_once_as_this_process_has_cores_and_at_most_eight(
+    num_cores, most, compiler, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(build.os, "cpu_count", lambda: 200)
+    counts, start, running = [], subprocess.Popen, []
+
+    def noted(*arguments: object, **settings: object) -> subprocess.Popen[bytes]:
+        running[:] = [process for process in running if process.returncode is None]
+        running.append(start(*arguments, **settings))
+        counts.append(len(running))
+        return running[-1]
+
+    monkeypatch.setattr(build.subprocess, "Popen", noted)
+    build.build(tmp_path / "lib", build.instruction_sets())
+    assert max(counts) == most
+
+
 def test_a_compiler_that_times_out_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     started = tmp_path / "started"
     text = f"sleep 1000 & echo $! > {started}.part; mv {started}.part {started}; wait"
     monkeypatch.setenv("CC", script(tmp_path / "compiler", text))
-    monkeypatch.setattr(build.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(build.time, "monotonic", lambda: 1e9 if started.exists() else 0.0)
     with raises("the C compiler took too long"):
         build.build(tmp_path / "lib", build.instruction_sets())
@@ -191,6 +222,15 @@ def test_the_build_command_deletes_the_libraries_of_other_source_versions(
     names = {build.library_path(tmp_path, one.name) for one in build.instruction_sets()}
     assert set(tmp_path.glob("*.so")) == names
     assert capsys.readouterr().err == ""
+
+
+def test_the_build_command_refuses_names_of_unknown_instruction_sets(monkeypatch, capsys):
+    monkeypatch.setattr(build, "update", lambda **_: pytest.fail("it was compiled"))
+    monkeypatch.setattr(sys, "argv", ["build.py", "avx3", next(iter(SETS))])
+    assert build.main() == 2
+    assert capsys.readouterr().err == (
+        f"instruction sets must be some of {', '.join(SETS)}, but are avx3 instead.\n"
+    )
 
 
 def test_the_build_command_prints_why_nothing_was_compiled(tmp_path, monkeypatch, capsys):
