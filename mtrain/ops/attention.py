@@ -80,7 +80,7 @@ def _has_compiled_form(
         and (k_shape[0], k_shape[1], k_shape[3]) == (q_shape[0], q_shape[1], q_shape[3])
         and k_shape[2] <= _MAX_COMPILED_KEYS[q.dtype]
         and (keep is None or (keep.dtype is torch.bool and has_cpu_memory(keep)))
-        and (dropout is None or is_bare(dropout))
+        and (dropout is None or (type(dropout) is Dropout and is_bare(dropout)))
     )
 
 

@@ -36,7 +36,8 @@ def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Te
         functions is None
         or x.shape != branch.shape
         or not (is_float_vector(gain, x.shape[-1]) and is_float_vector(bias, x.shape[-1]))
-        or not (is_bare(norm) and is_bare(dropout))
+        or not (type(norm) is LayerNorm and is_bare(norm))
+        or not (type(dropout) is Dropout and is_bare(dropout))
     ):
         plain: Tensor = norm(x + dropout(branch))
         return plain

@@ -16,7 +16,7 @@ from mtrain.model.transformer import EncoderLayer, FeedForward
 from mtrain.ops.attention import attention, chunk_last
 from mtrain.ops.cross_entropy import ProjectedCrossEntropy
 from mtrain.ops.dropout import Dropout, dropout_seeds
-from mtrain.ops.layer_norm import add_norm
+from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.ops.topk import Projection
 
@@ -213,6 +213,25 @@ def test_hooks_of_layer_norm_dropout_and_the_output_projection_run(
         output.logits(x)
     once = ["before", "after", "backward"]
     assert names == [once, 2 * once, once[:2]]
+
+
+class RMSNorm(LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.rms_norm(input, input.shape[-1:], self.weight)
+
+
+class HalvingDropout(Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def test_the_forward_of_a_subclass_of_layer_norm_or_dropout_is_called() -> None:
+    x, norm, dropout = normal(3, 6, dtype=torch.float32) + 1, RMSNorm(6), Dropout(0.0)
+    assert torch.equal(add_norm(x, x, dropout, norm), norm(x + x))
+    norm, dropout = norm_of(6), HalvingDropout(0.0)
+    assert torch.equal(add_norm(x, x, dropout, norm), norm(x + x / 2))
+    q = normal(1, 2, 3, 4, dtype=torch.float32)
+    torch.testing.assert_close(attention(q, q, q, None, dropout), attention(q, q, q, None) / 2)
 
 
 def packed(seed: int = 1) -> Linear:
