@@ -114,11 +114,12 @@ def _show_version(is_asked: bool) -> None:
         return
     print(f"mtrain     {__version__}", flush=True)  # before the slow import of PyTorch
     try:
+        from mtrain.ops import native
         from mtrain.runtime import versions
     except (ImportError, OSError) as error:
         print(f"torch      cannot be loaded: {error}")
         raise typer.Exit(2) from None
-    console.put(versions.describe(), None)
+    console.put(versions.describe(native.describe()), None)
     raise typer.Exit
 
 

@@ -10,8 +10,11 @@ import torch
 from mtrain.runtime.device import compute_dtype, pick_device, processor
 
 
-def describe() -> Iterator[str]:
-    """Yield versions, and the device and precision that `auto` selects.
+def describe(kernels: str) -> Iterator[str]:
+    """Yield versions, the device and precision that `auto` selects, and `kernels`.
+
+    Args:
+        kernels: whether the operations on a CPU are compiled, as `ops.native.describe` says.
 
     Raises:
         ConfigError: after the versions, if the GPU cannot be used.
@@ -22,6 +25,7 @@ def describe() -> Iterator[str]:
     dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     yield f"device     {_device(device)}"
     yield f"precision  {dtype} in training, float32 in translation, unless asked otherwise"
+    yield f"kernels    {kernels}"
 
 
 def _device(device: torch.device) -> str:

@@ -16,6 +16,7 @@ import mtrain.runtime.versions
 from mtrain.data.prepare import ParallelLines
 from mtrain.errors import ConfigError
 from mtrain.io.text_width import fitted
+from mtrain.ops import native
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.training.validation import ValidationSet
@@ -29,7 +30,8 @@ def test_version_prints_the_versions_the_device_and_the_precision(cli: Cli) -> N
     outcome = cli("--version")
     assert (outcome.code, outcome.err) == (0, "")
     said = dict(line.split(maxsplit=1) for line in outcome.lines)
-    assert list(said) == ["mtrain", "python", "torch", "device", "precision"]
+    assert list(said) == ["mtrain", "python", "torch", "device", "precision", "kernels"]
+    assert said["kernels"] == native.describe()
     assert said["mtrain"] == mtrain.__version__
     assert said["torch"] == torch.__version__
     assert said["device"].startswith("cuda" if torch.cuda.is_available() else "cpu, ")
