@@ -119,7 +119,7 @@ def _show_version(is_asked: bool) -> None:
     except (ImportError, OSError) as error:
         print(f"torch      cannot be loaded: {error}")
         raise typer.Exit(2) from None
-    console.put(versions.describe(native.describe()), None)
+    console.put(versions.describe(native.describe), None)
     raise typer.Exit
 
 

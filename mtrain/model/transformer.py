@@ -255,9 +255,10 @@ class Transformer(nn.Module):
     @contextmanager
     def packed(self) -> Iterator[None]:
         """Compute in float32 with packed weights, as a loaded model does; then as before again."""
-        dtype, self.compute_dtype = self.compute_dtype, None
-        self.pack_weights()
+        dtype = self.compute_dtype
         try:
+            self.compute_dtype = None
+            self.pack_weights()
             yield
         finally:
             self.compute_dtype = dtype

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -39,19 +40,26 @@ def map_on_cores(function: Callable[[Task], Result], tasks: Sequence[Task]) -> l
     def use_one_core() -> None:
         torch.get_num_threads()  # the first call in a thread takes over the number set last
         torch.set_num_threads(1)
-        are_started.wait()
+        with suppress(threading.BrokenBarrierError):
+            are_started.wait()
 
     with ThreadPoolExecutor(num_workers, "core", use_one_core) as pool:
-        with NUM_THREADS_LOCK:
-            try:
-                results = pool.map(function, tasks)
-                are_started.wait()
-            except BaseException:  # a signal, or no thread can start
-                are_started.abort()
-                raise
-            finally:
-                torch.set_num_threads(count)
-        return list(results)
+        try:
+            with NUM_THREADS_LOCK:
+                try:
+                    results = pool.map(function, tasks)
+                    are_started.wait()
+                except BaseException:  # a signal, or no thread can start
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    are_started.abort()
+                    pool.shutdown()
+                    raise
+                finally:
+                    torch.set_num_threads(count)
+            return list(results)
+        except BaseException:  # without waiting tasks, the pool ends soon
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def read_ahead(items: Iterator[Item], count: int) -> Generator[Item]:

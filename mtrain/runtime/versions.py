@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from mtrain.runtime.device import compute_dtype, pick_device, processor
 
 
-def describe(kernels: str) -> Iterator[str]:
-    """Yield versions, the device and precision that `auto` selects, and `kernels`.
+def describe(kernels: Callable[[], str]) -> Iterator[str]:
+    """Yield versions, the device and precision that `auto` selects, and kernels.
 
     Args:
-        kernels: whether the operations on a CPU are compiled, as `ops.native.describe` says.
+        kernels: `ops.native.describe`, which says whether the operations on a CPU are compiled.
 
     Raises:
-        ConfigError: after the versions, if the GPU cannot be used.
+        ConfigError: after the versions, if the GPU or the kernels cannot be used.
     """
     yield f"python     {platform.python_version()}"
     yield f"torch      {torch.__version__}"
@@ -25,7 +25,7 @@ def describe(kernels: str) -> Iterator[str]:
     dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     yield f"device     {_device(device)}"
     yield f"precision  {dtype} in training, float32 in translation, unless asked otherwise"
-    yield f"kernels    {kernels}"
+    yield f"kernels    {kernels()}"
 
 
 def _device(device: torch.device) -> str:

@@ -133,7 +133,8 @@ def other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: argostranslate\nVersion: 9.0\n")
     monkeypatch.syspath_prepend(folder.parent)
-    monkeypatch.setenv("PYTHONPATH", f"{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
+    paths = [str(folder.parent), os.environ.get("PYTHONPATH")]  # an empty one is the current folder
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, paths)))
     for name in [name for name in sys.modules if name.split(".")[0] == "argostranslate"]:
         monkeypatch.delitem(sys.modules, name)
     return folder / "translate.py"

@@ -73,6 +73,19 @@ def test_version_is_printed_even_if_the_gpu_cannot_be_used(
     assert outcome.err == "mtrain: `device` is 'cuda', but this GPU cannot be used.\n"
 
 
+def test_version_is_printed_even_if_the_kernels_cannot_be_used(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTRAIN_NATIVE", "avx3")
+    native.library.cache_clear()
+    outcome = cli("--version")
+    native.library.cache_clear()
+    assert outcome.code == 2
+    said = ["mtrain", "python", "torch", "device", "precision"]
+    assert [line.split()[0] for line in outcome.lines] == said
+    assert outcome.err.startswith("mtrain: `MTRAIN_NATIVE` must be ")
+
+
 def test_the_progress_bar_fits_80_columns_and_is_not_coloured(tmp_path: Path) -> None:
     code, text = sent_to_a_terminal("train", write_task(tmp_path))
     parts = [part for part in re.split(r"[\r\n]", text) if BAR.search(part)]

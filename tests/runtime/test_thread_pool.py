@@ -1,8 +1,10 @@
 """A thread pool returns the results in order, as one thread would, and propagates errors."""
 
 import threading
+import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,9 +172,14 @@ def test_a_thread_that_starts_meanwhile_does_not_take_over_one_core(num_threads:
 
 
 def test_map_on_cores_raises_the_error_of_a_thread_that_cannot_start(
-    num_threads: None, monkeypatch: pytest.MonkeyPatch
+    num_threads: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start, started = threading.Thread.start, []
+    start, started, get_num_threads = threading.Thread.start, [], torch.get_num_threads
+
+    def get_late() -> int:
+        if threading.current_thread() in started:
+            time.sleep(0.1)  # it uses one core after the error of the other
+        return get_num_threads()
 
     def start_one(thread: threading.Thread) -> None:
         if started:
@@ -180,7 +187,43 @@ def test_map_on_cores_raises_the_error_of_a_thread_that_cannot_start(
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", start_one)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        map_on_cores(lambda task: task, range(3))
-    assert torch.get_num_threads() == 3
+    counts: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_one)
+        patch.setattr(threads.torch, "get_num_threads", get_late)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            map_on_cores(lambda task: task, range(3))
+    later = threading.Thread(target=lambda: counts.append(threads.num_threads()))
+    later.start()
+    later.join()
+    assert (torch.get_num_threads(), counts) == (3, [3])
+    assert caplog.records == []
+
+
+def test_an_interrupt_while_the_threads_of_map_on_cores_start_cancels_the_tasks(
+    num_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    set_num_threads, shutdown = torch.set_num_threads, ThreadPoolExecutor.shutdown
+    may_end = threading.Event()
+
+    def interrupt(count: int) -> None:
+        set_num_threads(count)
+        if count == 3:
+            raise KeyboardInterrupt
+
+    def task(number: int) -> None:
+        assert may_end.wait(PATIENCE_S)
+        done.append(number)
+
+    def end(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if not cancel_futures:
+            may_end.set()
+        shutdown(pool, wait, cancel_futures=cancel_futures)
+        may_end.set()
+
+    monkeypatch.setattr(threads.torch, "set_num_threads", interrupt)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", end)
+    with pytest.raises(KeyboardInterrupt):
+        map_on_cores(task, range(60))
+    assert len(done) <= 3  # those that had begun
