@@ -8,7 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,6 +75,8 @@ class ExportReport:
 def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
     """Write a run's model as a folder for another library, and check it with that library.
 
+    Concurrent exports into one run folder take turns.
+
     Raises:
         ConfigError: if the library is missing, or does not support the model or the precision.
         RunError: if the folder exists, or if the export does not translate as the run does; then
@@ -88,10 +90,11 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
             f"`DIR` must be a file name of printable characters that ends in {archive.suffix} with "
             f"`--to {request.library}`, but is {directory} instead."
         )
-    if os.path.lexists(directory):  # also a symbolic link to nothing
-        kind = "folder" if archive is None else "file"
-        raise RunError(f"{directory}: already exists; choose another {kind}.")
-    return _export(run, directory, request, say)
+    with _alone(directory):
+        if os.path.lexists(directory):  # also a symbolic link to nothing
+            kind = "folder" if archive is None else "file"
+            raise RunError(f"{directory}: already exists; choose another {kind}.")
+        return _export(run, directory, request, say)
 
 
 def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTranslate2Translator:
@@ -107,10 +110,7 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
     ctranslate2.check_options(run.config, options)
     _require_library("ctranslate2")
     directory = run.path / "ctranslate2"
-    is_writable = os.access(run.path, os.W_OK)
-    with run.exporting() if is_writable else nullcontext():
-        if is_writable:
-            sweep(directory)
+    with _alone(directory):
         stored = _read_report(directory)
         if (
             stored is None
@@ -324,6 +324,21 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
         report.files.update(_checksums(partial_dir))
         write_lines(partial_dir / _REPORT_FILE, as_json(report))
     return report
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """If an export is in a run folder, hold a lock there and delete what killed exports left.
+
+    There is no lock in a folder that is not writable.
+    """
+    run = RunDir(directory.parent)
+    if not (run.config_path.exists() and os.access(run.path, os.W_OK)):
+        yield
+        return
+    with run.exporting():
+        sweep(directory)
+        yield
 
 
 @contextmanager

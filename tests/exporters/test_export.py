@@ -55,6 +55,7 @@ from mtrain.exporters.export import ExportReport, ExportRequest
 from mtrain.exporters.exporter import ExportedHypothesis, Ids, OwnCall, Requirement
 from mtrain.exporters.huggingface import MarianModel
 from mtrain.exporters.registry import Library, Quantization
+from mtrain.io import atomic
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
 from mtrain.run.load_model import LoadOptions
@@ -1058,6 +1059,28 @@ def test_the_ctranslate2_engine_deletes_what_a_killed_export_left(
     outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba ce di\n")
     assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
     assert not list(run.path.glob(".*.tmp"))
+
+
+def test_an_export_into_a_run_folder_is_alone_and_deletes_what_a_killed_one_left(
+    trained: RunDir, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--engine ctranslate2` holds the same lock when it deletes temporary folders."""
+    leftover = run.path / ".out.0123abcd.tmp"
+    leftover.mkdir()
+    calls = []
+
+    def check(*given: object) -> None:
+        with (
+            pytest.raises(RunError, match="busy"),
+            atomic.only_process(run.path / ".exporting.lock", "busy"),
+        ):
+            pass
+        calls.append(leftover.exists())
+
+    monkeypatch.setattr(export, "_export", check)
+    for each in (run, trained):  # into its own folder, and into that of another run
+        export.export(each, run.path / "out", ExportRequest("ctranslate2"), print)
+    assert calls == [False, False]
 
 
 def test_the_ctranslate2_engine_says_that_it_needs_the_validation_text(
