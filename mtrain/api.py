@@ -745,6 +745,8 @@ def export(
 ) -> ExportReport:
     """Write the model of a run for another library, and compare the copy with the run.
 
+    Progress is logged under the name `mtrain`, at level INFO.
+
     Args:
         run: the run folder.
         directory: the folder to write, or the file with `to="argos"`; it must not exist.
@@ -773,7 +775,7 @@ def export(
     request = ExportRequest(
         to, quantize, check_lines, license, has_page=page, has_shortlist=shortlist
     )
-    return export(_run_dir(run), _path(directory), request, PythonLog().say)
+    return export(_run_dir(run), _path(directory), request, _log_warning)
 
 
 def plot(

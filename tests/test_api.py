@@ -472,6 +472,30 @@ def test_ctranslate2_translates_like_the_command_line_and_refuses_unsupported_op
         mtrain.load([path, path], engine="ctranslate2")
 
 
+def test_the_progress_of_an_export_is_logged_as_info_and_its_warnings_as_warnings(
+    trained: RunDir,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+
+    def fail(run: RunDir) -> None:
+        raise mtrain.RunError("no text")
+
+    monkeypatch.setattr("mtrain.evaluation.evaluation.read_tests", fail)
+    caplog.set_level(logging.INFO, "mtrain")
+    run = shutil.copytree(trained.path, tmp_path / "run")
+    mtrain.export(run, tmp_path / "out", "ctranslate2", check_lines=2)
+    mtrain.load(run, engine="ctranslate2")
+    levels = [(record.levelname, record.message) for record in caplog.records]
+    assert levels == [
+        ("INFO", f"{tmp_path / 'out'}: writing, then checking on 2 lines"),
+        ("WARNING", "the model card has no scores: no text"),
+        ("INFO", f"{run / 'ctranslate2'}: writing, then checking on 12 lines"),
+    ]
+
+
 def test_ctranslate2_begins_no_batch_after_a_call_is_cancelled(
     trained: RunDir, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode import shortlist
 from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import Warn
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError, require_package
 from mtrain.evaluation import evaluation, metrics
@@ -34,9 +35,8 @@ from mtrain.io.atomic import sha256_if_readable, sweep, whole_dir, whole_file, w
 from mtrain.io.table import format_table
 from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
+from mtrain.run.logger import PythonLog
 from mtrain.run.run_dir import RunDir
-
-Say = Callable[[str], None]
 
 _REPORT_FILE = "export.json"
 _LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
@@ -72,10 +72,10 @@ class ExportReport:
     bleu: dict[str, float]
 
 
-def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
+def export(run: RunDir, directory: Path, request: ExportRequest, warn: Warn) -> ExportReport:
     """Write a run's model as a folder for another library, and check it with that library.
 
-    Concurrent exports into one run folder take turns.
+    Progress is logged. Concurrent exports into one run folder take turns.
 
     Raises:
         ConfigError: if the library is missing, or does not support the model or the precision.
@@ -94,10 +94,10 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
         if os.path.lexists(directory):  # also a symbolic link to nothing
             kind = "folder" if archive is None else "file"
             raise RunError(f"{directory}: already exists; choose another {kind}.")
-        return _export(run, directory, request, say)
+        return _export(run, directory, request, warn)
 
 
-def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTranslate2Translator:
+def load_ctranslate2(run: RunDir, options: DecodingOptions, warn: Warn) -> CTranslate2Translator:
     """Load a run's CTranslate2 export in float32; write it first if it is missing or outdated.
 
     Any other export in its folder is replaced. Concurrent processes take turns by a lock, unless
@@ -123,7 +123,7 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
                     "ctranslate2`, whose export is checked on it, but has none; leave `--engine` "
                     "out, or restore data/ from a copy of the run."
                 )
-            _export(run, directory, ExportRequest("ctranslate2", has_scores=False), say)
+            _export(run, directory, ExportRequest("ctranslate2", has_scores=False), warn)
         else:
             _verify(directory, stored)
         try:
@@ -267,16 +267,16 @@ def _check_request(request: ExportRequest, config: Config) -> None:
         )
 
 
-def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
+def _export(run: RunDir, directory: Path, request: ExportRequest, warn: Warn) -> ExportReport:
     config, exporter = run.config, exporters()[request.library]
     _check_request(request, config)
     wheel, *_ = importlib.metadata.packages_distributions()[exporter.PACKAGE]
     version = importlib.metadata.version(wheel)
     translator = load(run, loading=LoadOptions("cpu"))
-    held_out = _read_held_out(run, translator, request.library, say)
+    held_out = _read_held_out(run, translator, request.library, warn)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
     with _whole(directory, exporter.ARCHIVE) as partial_dir:
-        say(f"{directory}: writing, then checking on {count(len(lines.src), 'line')}")
+        PythonLog().say(f"{directory}: writing, then checking on {count(len(lines.src), 'line')}")
         model, tokenizer = translator.model, translator.tokenizer
         approximated = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
         if request.has_page:
@@ -306,10 +306,10 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             sha256_if_readable(run.model_path),
             {},
             compared,
-            _bleu(run, translator, scored, beam, held_out, say) if scored else {},
+            _bleu(run, translator, scored, beam, held_out, warn) if scored else {},
         )
         example = min(lines.src, key=lambda line: (line.startswith("-"), len(line)))
-        results = _test_results(run, translator, say) if request.has_scores else []
+        results = _test_results(run, translator, warn) if request.has_scores else []
         card = model_card.readme(
             run,
             translator,
@@ -385,7 +385,7 @@ def _written(value: object) -> str:
 
 
 def _read_held_out(
-    run: RunDir, translator: Translator, library: Library, say: Say
+    run: RunDir, translator: Translator, library: Library, warn: Warn
 ) -> ParallelLines:
     """Return the validation pairs that are not blank, not too long, and read alike by `library`."""
     valid = prepare.read_valid(run)
@@ -401,7 +401,7 @@ def _read_held_out(
     if library == "huggingface":
         compared = [row for row in rows if not huggingface.has_language_code(valid.src[row])]
         if num_others := len(rows) - len(compared):
-            say(
+            warn(
                 f"{count(num_others, 'line')} of validation text cannot be compared: transformers "
                 "reads `>>x<<` at the beginning as a language code"
             )
@@ -411,17 +411,17 @@ def _read_held_out(
     return ParallelLines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
 
 
-def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestResult]:
+def _test_results(run: RunDir, translator: Translator, warn: Warn) -> list[TestResult]:
     """Score the test sets of a run; on a RunError, report it and return no results."""
     if not run.config.data.tests:
         return []
     try:
         num_lines = sum(len(test.src) for test in evaluation.read_tests(run).values())
-        say(f"translating {count(num_lines, 'line')} of test sets for the model card")
+        PythonLog().say(f"translating {count(num_lines, 'line')} of test sets for the model card")
         options = replace(translator.options, with_scores=False)
         return evaluation.evaluate(run, translator.with_options(options), lambda _: None)
     except RunError as error:
-        say(f"the model card has no scores: {error}")
+        warn(f"the model card has no scores: {error}")
         return []
 
 
@@ -431,14 +431,14 @@ def _bleu(
     exported: dict[str, ExportedModel],
     beam: int,
     lines: ParallelLines,
-    say: Say,
+    warn: Warn,
 ) -> dict[str, float]:
     """Return the BLEU of the run, then of each exported model, by name."""
     num_lines = count(len(lines.src), "line")
-    say(f"translating {num_lines} of validation text with {1 + len(exported)} models")
+    PythonLog().say(f"translating {num_lines} of validation text with {1 + len(exported)} models")
     tgt_lang = run.config.data.tgt_lang
     if note := metrics.tokenizer_note(tgt_lang):
-        say(note)
+        warn(note)
     sources = translator.tokenizer.encode_src(lines.src)
     max_extra_tokens = translator.options.max_extra_tokens
     limits = [EncodedSource(ids).max_length(max_extra_tokens) for ids in sources]
