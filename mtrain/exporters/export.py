@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from mtrain.evaluation import evaluation, metrics
 from mtrain.evaluation.evaluation import TestResult
 from mtrain.exporters import ctranslate2, huggingface, model_card, onnx_page, parity
 from mtrain.exporters.ctranslate2 import CTranslate2Translator
-from mtrain.exporters.exporter import Archive, ExportedModel
+from mtrain.exporters.exporter import Archive, ExportedModel, version_of
 from mtrain.exporters.parity import LogProbSearcher, ParityReport
 from mtrain.exporters.registry import Library, Quantization, exporters
 from mtrain.io.atomic import sha256_if_readable, sweep, whole_dir, whole_file, write_lines
@@ -270,8 +269,6 @@ def _check_request(request: ExportRequest, config: Config) -> None:
 def _export(run: RunDir, directory: Path, request: ExportRequest, warn: Warn) -> ExportReport:
     config, exporter = run.config, exporters()[request.library]
     _check_request(request, config)
-    wheel, *_ = importlib.metadata.packages_distributions()[exporter.PACKAGE]
-    version = importlib.metadata.version(wheel)
     translator = load(run, loading=LoadOptions("cpu"))
     held_out = _read_held_out(run, translator, request.library, warn)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
@@ -300,7 +297,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, warn: Warn) ->
             scored["use_vmap=True"] = ctranslate2.load(partial_dir, use_vmap=True)
         report = ExportReport(
             request.library,
-            version,
+            version_of(exporter.PACKAGE),
             request.quantization or f"float32{' and int8' * (exported.quantised is not None)}",
             sum(file.stat().st_size for file in partial_dir.rglob("*") if file.is_file()),
             sha256_if_readable(run.model_path),

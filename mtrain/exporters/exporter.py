@@ -6,6 +6,7 @@ format, and runs it with the library. This module imports no such library.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,12 @@ class OwnCall:
     program: str  # its name and version
     same: Agreement | None  # of the texts; None if they were not compared
     notes: tuple[str, ...] = ()  # why they were not compared, or how the program changes text
+
+
+def version_of(package: str) -> str:
+    """Return the version of the wheel that has a package, which may have another name."""
+    wheel, *_ = importlib.metadata.packages_distributions().get(package, [package])
+    return importlib.metadata.version(wheel)
 
 
 class ExportedModel(Protocol):

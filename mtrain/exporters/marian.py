@@ -13,7 +13,6 @@ wavelengths, and the export is compared with that copy.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import subprocess
 import sys
@@ -46,6 +45,7 @@ from mtrain.exporters.exporter import (
     ids_of_pieces,
     longest,
     sines_first,
+    version_of,
     write_sentencepiece,
 )
 from mtrain.model.transformer import Transformer
@@ -271,9 +271,8 @@ class MarianProgram(SentencePieceSides):
         expected_texts = self.tgt.decode(ids)
         texts = self._translate(lines, [])
         pairs = zip(texts, expected_texts, strict=True)
-        version = importlib.metadata.version(PACKAGE)
         same = agreement(text == expected for text, expected in pairs)
-        return OwnCall(f"{PACKAGE} {version}", same)
+        return OwnCall(f"{PACKAGE} {version_of(PACKAGE)}", same)
 
     def _ids_of(self, pieces: str) -> list[int]:
         """Return the ids of pieces between spaces; a piece may have any other Unicode space."""

@@ -52,7 +52,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.evaluation import evaluation, metrics
 from mtrain.exporters import ctranslate2, export, huggingface, model_card, parity
 from mtrain.exporters.export import ExportReport, ExportRequest
-from mtrain.exporters.exporter import ExportedHypothesis, Ids, OwnCall, Requirement
+from mtrain.exporters.exporter import ExportedHypothesis, Ids, OwnCall, Requirement, version_of
 from mtrain.exporters.huggingface import MarianModel
 from mtrain.exporters.registry import Library, Quantization
 from mtrain.io import atomic
@@ -781,6 +781,17 @@ def test_a_library_whose_wheel_has_another_name_is_exported_to(
     export_request = ExportRequest("ctranslate2", num_lines=2, has_scores=False)
     report = export.export(trained, tmp_path / "out", export_request, print)
     assert report.version == "9.0"
+
+
+def test_the_version_of_a_wheel_that_lists_no_modules_is_that_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_library").mkdir()
+    metadata = tmp_path / "odd_library-9.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: odd-library\nVersion: 9.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version_of("odd_library") == "9.0"
 
 
 def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:

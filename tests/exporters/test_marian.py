@@ -251,7 +251,7 @@ def test_pieces_with_unicode_spaces_are_read_from_the_output_of_marian(
         ]
 
     monkeypatch.setattr(copy, "_run", run)
-    monkeypatch.setattr(marian.importlib.metadata, "version", lambda package: "1.0")
+    monkeypatch.setattr(marian, "version_of", lambda package: "1.0")
     texts = ["a\N{NO-BREAK SPACE}!", "a \N{IDEOGRAPHIC SPACE}x"]
     sources = copy.encode(texts)
     pieces = "".join("".join(copy.src.pieces_of(ids)) for ids in sources)
@@ -315,7 +315,7 @@ def test_a_line_with_other_line_breaks_is_compared_with_the_line_that_marian_rea
     write_sentencepiece(with_odd_pieces, tmp_path)
     copy = marian.MarianProgram(tmp_path)
     monkeypatch.setattr(copy, "_run", lambda command, options, lines: list(lines))
-    monkeypatch.setattr(marian.importlib.metadata, "version", lambda package: "1.0")
+    monkeypatch.setattr(marian, "version_of", lambda package: "1.0")
     assert copy.own_call(["x\x85x", "x x"]).same == (2, 2)
 
 
