@@ -6,6 +6,7 @@ A package is a CTranslate2 model, one SentencePiece model for both sides, and a 
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 import subprocess
@@ -212,7 +213,7 @@ class ArgosModel(CTranslate2Model):
             folders = {f"XDG_{name}_HOME": home for name in ("DATA", "CONFIG", "CACHE")}
             folders |= {"HOME": home, "ARGOS_PACKAGES_DIR": f"{home}/packages"}
             completed = subprocess.run(
-                [sys.executable, "-P", "-m", "mtrain.exporters.argos", str(package)],
+                [sys.executable, "-P", "-c", f"{inspect.getsource(_main)}\n_main()", str(package)],
                 input=json.dumps(lines),
                 capture_output=True,
                 text=True,
@@ -227,12 +228,15 @@ class ArgosModel(CTranslate2Model):
 load = ArgosModel  # the `load` of the `Exporter` protocol
 
 
-def main() -> None:
+def _main() -> None:
     """Install the package that the command line names; translate stdin, a JSON list of lines.
 
     Runs in a separate process, because Argos Translate reads the paths of its folders from the
-    environment when it is imported.
+    environment when it is imported. It imports nothing of mtrain, which need not be installed.
     """
+    import json
+    import sys
+
     import argostranslate.package
     import argostranslate.translate
 
@@ -244,7 +248,3 @@ def main() -> None:
         text = argostranslate.translate.translate(line, package.from_code, package.to_code)
         translated.append((text, sentence_splitter.split_sentences(line)))
     json.dump(translated, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

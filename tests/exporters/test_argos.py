@@ -176,6 +176,16 @@ def test_a_file_in_the_current_folder_is_not_run_as_argos_translate(
     assert copy.translate(["one"]) == [("one", ["one"])]
 
 
+def test_argos_translate_is_run_where_mtrain_is_not_installed(
+    tmp_path: Path, other_program: Path
+) -> None:
+    other_program.write_text(f"{SPLITTER}translate = lambda line, *_: line\n")
+    (tmp_path / "site" / "mtrain.py").write_text("raise ModuleNotFoundError\n")
+    copy = copied(random_model(), "argos", tmp_path)
+    assert isinstance(copy, argos.ArgosModel)
+    assert copy.translate(["one"]) == [("one", ["one"])]
+
+
 def test_the_real_argos_translate_gives_the_same_text(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
