@@ -30,7 +30,14 @@ from mtrain.exporters.ctranslate2 import CTranslate2Translator
 from mtrain.exporters.exporter import Archive, ExportedModel, version_of
 from mtrain.exporters.parity import LogProbSearcher, ParityReport
 from mtrain.exporters.registry import Library, Quantization, exporters
-from mtrain.io.atomic import sha256_if_readable, sweep, whole_dir, whole_file, write_lines
+from mtrain.io.atomic import (
+    sha256_if_readable,
+    sweep,
+    temporary_path,
+    whole_dir,
+    whole_file,
+    write_lines,
+)
 from mtrain.io.table import format_table
 from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
@@ -345,12 +352,9 @@ def _whole(path: Path, archive: Archive | None) -> Iterator[Path]:
         with whole_dir(path, _REPORT_FILE) as folder:
             yield folder
     else:
-        with (
-            whole_file(path) as file,
-            TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory,
-        ):
-            folder = Path(directory, "package")
-            folder.mkdir()
+        with whole_file(path) as file, temporary_path(path) as directory:
+            folder = directory / "package"
+            folder.mkdir(parents=True)
             yield folder
             archive.pack(folder, file)
 

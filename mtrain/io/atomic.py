@@ -32,7 +32,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         with _writing(path):
             yield path
         return
-    with _writing(path), _beside(path) as beside:
+    with _writing(path), temporary_path(path) as beside:
         yield beside
         flush(beside)
         beside.replace(path)
@@ -84,7 +84,7 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
     Raises:
         WriteError: if the folder cannot be written, or is not empty and has no `mark`.
     """
-    with _writing(path), _beside(path) as beside:
+    with _writing(path), temporary_path(path) as beside:
         is_filled = path.is_dir() and any(path.iterdir())
         if mark is not None and is_filled and not (path / mark).is_file():
             raise WriteError(
@@ -125,7 +125,7 @@ def check_writable(path: Path) -> None:
     Raises:
         WriteError: if not.
     """
-    with _writing(path), _beside(path) as beside:
+    with _writing(path), temporary_path(path) as beside:
         beside.touch()
 
 
@@ -150,7 +150,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def temporary_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; delete it at the end, and new folders left empty."""
     new_dirs = [folder for folder in path.parents if not folder.exists()]
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")

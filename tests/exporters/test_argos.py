@@ -1,8 +1,10 @@
 """A package for Argos Translate can be installed there, and translates as the run does."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -280,6 +282,23 @@ def test_a_package_needs_no_space_in_the_folder_of_temporary_files(
     package = tmp_path / "new" / "aa_bb.argosmodel"
     export.export(trained, package, ExportRequest("argos", None, 2, None, False), print)
     assert list(package.parent.iterdir()) == [package]
+
+
+def test_what_a_killed_export_of_a_package_left_in_a_run_folder_is_deleted_by_the_next(
+    tmp_path: Path,
+) -> None:
+    package, config = tmp_path / "killed" / "a.argosmodel", tmp_path / "killed" / "config.yaml"
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        export._whole(tmp_path / "run" / package.name, argos.ARCHIVE) as folder,
+    ):
+        (folder / "metadata.json").touch()
+        shutil.copytree(tmp_path / "run", package.parent)
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [package.parent]
+    config.touch()
+    with export._alone(package):
+        assert not list(package.parent.glob(".*argosmodel*"))
 
 
 def test_two_vocabularies_are_refused(tmp_path: Path) -> None:
