@@ -408,7 +408,11 @@ def _read_held_out(
             )
         rows = compared
     if not rows:
-        raise RunError(f"{run.path}: must have validation text to check an export, but has none.")
+        others = ", or begins with `>>x<<`" if library == "huggingface" else ""
+        raise RunError(
+            f"{run.path}: must have validation text to check an export, but each line is blank, or "
+            f"longer than `data.max_tokens`{others}."
+        )
     return ParallelLines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
 
 

@@ -830,6 +830,20 @@ def test_validation_lines_that_transformers_reads_differently_are_not_compared(
     )
 
 
+def test_a_run_whose_validation_lines_all_begin_with_language_codes_is_refused_with_the_reason(
+    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("huggingface")
+    lines = ParallelLines([">>de<< ba", ""], ["ba", "ce"])
+    monkeypatch.setattr("mtrain.data.prepare.read_valid", lambda _: lines)
+    with pytest.raises(RunError) as error:
+        export.export(trained, tmp_path / "out", ExportRequest("huggingface"), print)
+    assert str(error.value) == (
+        f"{trained.path}: must have validation text to check an export, but each line is blank, or "
+        "longer than `data.max_tokens`, or begins with `>>x<<`."
+    )
+
+
 # mtrain translate --engine ctranslate2
 
 
