@@ -242,14 +242,17 @@ BUSY = """most => {
 def test_lines_of_a_file_that_take_too_long_together_are_sent_in_smaller_batches(
     page: Any, tmp_path: Path
 ) -> None:
-    page.evaluate(BUSY, 2)
-    (tmp_path / "text.txt").write_text("ba\nce\ndi\nfo\ngu\n", encoding="utf-8")
+    page.evaluate(BUSY, 8)
+    text = "ba\nce\ndi\nfo\ngu\n" * 12
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     page.set_input_files("#file", tmp_path / "text.txt")
     page.wait_for_selector("#download:not([hidden])")
-    assert page.evaluate("sizes") == [5, 3, 2, 3, 2, 1]
+    sizes = page.evaluate("sizes")
+    assert sizes[:6] == [60, 30, 15, 8, 8, 8]  # not 52 after the first that is answered
+    assert sizes[6:] == [9, 5, 5, 5, 6, 6, 7, 2]  # a larger batch is tried after several answers
     with page.expect_download() as download:
         page.click("#download")
-    assert Path(download.value.path()).read_text("utf-8") == "ba\nce\ndi\nfo\ngu\n"
+    assert Path(download.value.path()).read_text("utf-8") == text
 
 
 def test_the_progress_of_a_file_is_not_shown_for_the_next_one(page: Any, tmp_path: Path) -> None:

@@ -272,9 +272,12 @@ async function translateFile(file) {
     const lines = text.split("\n").map((line) => line.replace(/\r$/, ""));
     const ends = lines.at(-1) === "" ? lines.splice(-1).length : 0;
     const translated = [];
+    let most = Infinity; // lines of a batch; grows slowly, since a refusal takes the time limit
     while (translated.length < lines.length) {
-      const batch = nextBatch(lines, translated.length);
+      const batch = nextBatch(lines, translated.length).slice(0, most);
       const answer = await askPatiently(batch, pair, controller.signal);
+      const count = answer.translatedText.length;
+      most = count < batch.length ? count : most * 1.1;
       translated.push(...answer.translatedText);
       $("progress").value = translated.length / lines.length;
       status(`${translated.length} of ${lines.length} lines`);
