@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,12 @@ class Client:
 
     def post_form(self, path: str, fields: Mapping[str, str]) -> Answer:
         return self.send("POST", path, urlencode(fields).encode(), {"Content-Type": FORM})
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience_s:g} seconds"
 
 
 def with_languages(run: RunDir, directory: Path, src_lang: str, tgt_lang: str) -> Path:

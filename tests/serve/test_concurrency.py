@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from serving import ANY_PORT, JSON, Client, running
+from serving import ANY_PORT, JSON, Client, running, wait_until
 from tasks import copy_task
 
 import mtrain
@@ -86,8 +86,8 @@ def test_a_client_disconnect_cancels_its_translation(
         assert blocking.has_begun.wait(30)
         assert blocking.cancelled.wait(30)
         blocking.may_end.set()
-        while client.post("/translate", BODY).status == 503:  # until the thread has ended
-            pass
+        # the thread has ended
+        wait_until(lambda: client.post("/translate", BODY).status != 503)
         assert client.post("/translate", BODY).tree == {"translatedText": BODY["q"]}
 
 
@@ -133,8 +133,7 @@ def test_a_request_above_the_limit_of_connections_gets_503_until_others_are_clos
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.tree == {"error": "Server is busy: too many connections"}
         idle.close()
-        while client.get("/health").status == 503:
-            pass
+        wait_until(lambda: client.get("/health").status != 503)
 
 
 def test_a_translation_that_exceeds_the_timeout_gets_503(pair_models: list[mtrain.Model]) -> None:
@@ -201,11 +200,9 @@ def test_a_client_that_leaves_while_it_sends_its_body_is_counted_as_499(
     with running(pair_models) as client:
         with socket.create_connection((client.host, client.port)) as opened:
             opened.sendall(b"POST /detect HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nq=")
-            while b"in_flight 2" not in client.get("/metrics").body:
-                pass
-        while b'{path="/detect",status=' not in (body := client.get("/metrics").body):
-            pass
-    assert b'{path="/detect",status="499"}' in body
+            wait_until(lambda: b"in_flight 2" in client.get("/metrics").body)
+        wait_until(lambda: b'{path="/detect",status=' in client.get("/metrics").body)
+        assert b'{path="/detect",status="499"}' in client.get("/metrics").body
 
 
 def test_requests_are_counted_by_path_and_status(pair_models: list[mtrain.Model]) -> None:

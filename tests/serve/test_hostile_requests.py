@@ -17,7 +17,7 @@ import pytest
 from hostile import cases, tried
 from hypothesis import example, given
 from hypothesis import strategies as st
-from serving import ANY_PORT, FORM, JSON, Client, running
+from serving import ANY_PORT, FORM, JSON, Client, running, wait_until
 
 import mtrain
 from mtrain.serve import middleware, server
@@ -267,9 +267,7 @@ def connect_with_a_small_buffer(client: Client) -> socket.socket:
 
 
 def wait_until_in_flight(client: Client, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while f"in_flight {count}".encode() not in client.get("/metrics").body:
-        assert time.monotonic() < deadline
+    wait_until(lambda: f"in_flight {count}".encode() in client.get("/metrics").body)
 
 
 def request_without_reading(client: Client) -> socket.socket:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 from fork_server import MtrainProcess
-from serving import JSON, Answer, Client, running, with_languages
+from serving import JSON, Answer, Client, running, wait_until, with_languages
 from tasks import copy_task
 
 import mtrain
@@ -132,8 +132,7 @@ def test_a_running_translation_is_finished_when_the_server_stops(
         thread, answers = ask(client)
         assert has_begun.wait(30)
         client.stop()
-        while client.takes_connections():
-            pass
+        wait_until(lambda: not client.takes_connections())
         may_end.set()
         thread.join(30)
     assert [answer.tree for answer in answers] == [{"translatedText": TEXT}]
