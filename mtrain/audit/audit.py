@@ -23,7 +23,7 @@ from mtrain.audit.features import Flags, Ints
 from mtrain.audit.report import NUM_EXAMPLES, AuditFinding, AuditReport, CorpusSummary, Entry
 from mtrain.audit.rules import RULES, CorpusProfile, Rule, Severity, SideName, Sides
 from mtrain.audit.scan import TRAIN, Scan, corpora, scan_corpora
-from mtrain.config.corpora import corpora_of, weight_of
+from mtrain.config.corpora import bidirectional_corpora, corpora_of, weight_of
 from mtrain.config.sections import CLEAN, Config, DataConfig
 from mtrain.corpus.dropped import format_counts, format_remedy
 from mtrain.corpus.reader import (
@@ -60,7 +60,8 @@ def audit(
     data = config.data
     scans = scan_corpora(data, directory, tokenizer, advance, is_strict=False)
     train = scans[-1]
-    profile = rules.learn(train.records.windows(), data.max_tokens)
+    is_bidirectional = bool(bidirectional_corpora(data.train))
+    profile = rules.learn(train.records.windows(), data.max_tokens, is_bidirectional)
     summaries: list[CorpusSummary] = []
     findings: list[AuditFinding] = []
     for scan in reversed(scans):

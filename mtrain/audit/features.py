@@ -64,7 +64,7 @@ LINE = np.dtype(
         ("odd", np.uint32),  # digits, punctuation, symbols and markup among them
         ("tokens", np.uint32),  # with eos; 0 without a tokenizer
         ("flags", np.uint16),  # of `LineFlag`
-        ("language", np.float32),  # > 0: like the source side of its corpus, < 0: like the target
+        ("language", np.float32),  # > 0: like the source side, < 0: like the target side
         ("script", np.uint8),  # of most letters, as a kind; 0 without letters
         ("ending", np.uint8),  # class of the last character
         ("punctuation", np.uint8),  # number of its characters
@@ -94,7 +94,6 @@ class PairWindow(NamedTuple):
     src: Records
     tgt: Records
     first: int
-    is_exchanged: Flags | np.bool_ = np.False_  # whether the corpus is an earlier one, exchanged
 
 
 class LineFeatures(NamedTuple):

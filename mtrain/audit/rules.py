@@ -58,14 +58,13 @@ class PairBlock(NamedTuple):
     same_src: Numbers  # likewise, an earlier pair with the same source and another target
     is_held: Flags  # whether a side of the pair is in a held-out corpus, by its key or exactly
     is_held_pair: Flags  # whether the exact pair is in one
-    is_exchanged: Flags | np.bool_ = np.False_  # as in a `PairWindow`
 
 
 @dataclass(frozen=True)
 class CorpusProfile:
     """Statistics of the training pairs, and the limit of the config."""
 
-    ratio: float  # the median of target to source lengths in characters; 1 / ratio if exchanged
+    ratios: Sequence[float]  # usual ones of target to source lengths in characters
     src_scripts: Flags  # for each kind of character, whether it is a script of the source side
     tgt_scripts: Flags
     max_tokens: int  # of a training pair
@@ -132,10 +131,13 @@ def _both_blank(pairs: PairBlock, profile: CorpusProfile) -> Flags:
 
 
 def _is_far_in_length(pairs: PairBlock, profile: CorpusProfile) -> Flags:
-    expected = pairs.src["chars"] * profile.ratio ** np.where(pairs.is_exchanged, -1.0, 1.0)
-    most = expected * _FAR_RATIO + _SLACK_CHARS
-    least = (expected - _SLACK_CHARS) / _FAR_RATIO
-    return ((pairs.tgt["chars"] > most) | (pairs.tgt["chars"] < least)) & _is_whole(pairs)
+    is_far = _is_whole(pairs)
+    for ratio in profile.ratios:
+        expected = pairs.src["chars"] * ratio
+        most = expected * _FAR_RATIO + _SLACK_CHARS
+        least = (expected - _SLACK_CHARS) / _FAR_RATIO
+        is_far &= (pairs.tgt["chars"] > most) | (pairs.tgt["chars"] < least)
+    return is_far
 
 
 def _has_strange_script(pairs: PairBlock, profile: CorpusProfile) -> Sides:
@@ -356,15 +358,17 @@ def drop_reasons(dropping: Sequence[Rule], pairs: PairBlock, profile: CorpusProf
     return names
 
 
-def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
-    """Return the statistics of the given pairs."""
+def learn(windows: Iterator[PairWindow], max_tokens: int, is_bidirectional: bool) -> CorpusProfile:
+    """Return the statistics of the given pairs.
+
+    If a corpus is among them in both directions, lengths and scripts of either direction are usual.
+    """
     ratios = np.zeros(2 * _NUM_RATIOS + 1, np.int64)
     scripts = np.zeros((2, 256), np.int64)
     for window in windows:
         is_whole = _is_whole(window)
         ratio = np.log(window.tgt["chars"][is_whole] / window.src["chars"][is_whole])
-        is_exchanged = np.broadcast_to(window.is_exchanged, len(is_whole))[is_whole]
-        ratio = np.where(is_exchanged, -ratio, ratio)
+        ratio = np.abs(ratio) if is_bidirectional else ratio
         cells = np.clip((ratio * _RATIO_STEPS).round(), -_NUM_RATIOS, _NUM_RATIOS) + _NUM_RATIOS
         ratios += np.bincount(cells.astype(np.int64), minlength=len(ratios))
         for counts, side in zip(scripts, (window.src, window.tgt), strict=True):
@@ -376,4 +380,7 @@ def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
     usual[~scripts.any(1)] = True  # of a side without letters, no script is strange
     japanese = [kind_of("CJK"), kind_of("KATAKANA")]  # are written with HIRAGANA
     usual[:, japanese] |= usual[:, [kind_of("HIRAGANA")]]
-    return CorpusProfile(median, usual[0], usual[1], max_tokens)
+    if is_bidirectional:
+        usual |= usual[::-1].copy()
+    usual_ratios = [median, 1 / median] if is_bidirectional else [median]
+    return CorpusProfile(usual_ratios, usual[0], usual[1], max_tokens)

@@ -28,7 +28,7 @@ from mtrain.audit.features import (
     measure,
 )
 from mtrain.audit.rules import PairBlock, Reasons
-from mtrain.config.corpora import TrainText, corpora_of, exchanged_corpora
+from mtrain.config.corpora import TrainText, bidirectional_corpora, corpora_of
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import Reader
 from mtrain.io.atomic import append
@@ -36,15 +36,7 @@ from mtrain.io.lines import Advance, ignore
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 TRAIN, VALID = "train", "valid"
-PAIR = np.dtype(
-    [
-        ("src", LINE),
-        ("tgt", LINE),
-        ("is_held", np.bool_),
-        ("is_held_pair", np.bool_),
-        ("is_exchanged", np.bool_),
-    ]
-)
+PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_), ("is_held_pair", np.bool_)])
 _WINDOW_PAIRS = 1 << 16  # of records that are in memory together
 
 
@@ -108,7 +100,7 @@ class PairRecords:
         first = 0
         with self.path.open("rb") as stream:
             while len(records := np.fromfile(stream, PAIR, _WINDOW_PAIRS)):
-                yield PairWindow(records["src"], records["tgt"], first, records["is_exchanged"])
+                yield PairWindow(records["src"], records["tgt"], first)
                 first += len(records)
 
     def find_repeats(self) -> Repeats:
@@ -124,8 +116,8 @@ class PairRecords:
         if self._repeats is not None:
             same_pair, same_src = (numbers[first : first + count] for numbers in self._repeats)
         src, tgt = records["src"], records["tgt"]
-        flags = (records[name] for name in ("is_held", "is_held_pair", "is_exchanged"))
-        return PairBlock(src, tgt, same_pair, same_src, *flags)
+        is_held, is_held_pair = records["is_held"], records["is_held_pair"]
+        return PairBlock(src, tgt, same_pair, same_src, is_held, is_held_pair)
 
 
 @dataclass
@@ -184,7 +176,7 @@ def _read(
 ) -> None:
     """Read a corpus, write its records, and look up the text of held-out corpora."""
     scan.records.path.touch()
-    exchanged = exchanged_corpora(scan.corpus)
+    bidirectional = bidirectional_corpora(scan.corpus)
     tagged = {name for name, corpus in corpora_of(scan.corpus) if corpus.tag is not None}
     tables = [Leaks(held_out_scan.exact, held_out_scan.keys) for held_out_scan in held_out]
     exact_blocks: list[PairHashes] = []
@@ -192,12 +184,10 @@ def _read(
     for block in scan.reader.blocks(advance):
         src, tgt = measure(block.src, features), measure(block.tgt, features)
         corpus_name = scan.reader.parts[-1].corpus
-        is_exchanged = corpus_name in exchanged
-        if Feature.WORDS in features:
-            classifier.learn(*((tgt, src) if is_exchanged else (src, tgt)))
+        if Feature.WORDS in features and corpus_name not in bidirectional:
+            classifier.learn(src, tgt)
             for side in (src, tgt):
-                scores = classifier.scores(side)
-                side.lines["language"] = -scores if is_exchanged else scores
+                side.lines["language"] = classifier.scores(side)
         for side, undecodable in ((src, block.src_bad), (tgt, block.tgt_bad)):
             add_flag(side.lines, LineFlag.UNDECODABLE, undecodable)
             add_flag(side.lines, LineFlag.NO_PAIR, block.faults)
@@ -208,9 +198,8 @@ def _read(
         exact, keys = duplicates.hashes_of(src, tgt)
         records = np.zeros(len(block.src), PAIR)
         records["src"], records["tgt"] = src.lines, tgt.lines
-        records["is_exchanged"] = is_exchanged
         for table in tables:
-            is_held, is_held_pair = table.look_up(exact, keys, block.first, bool(exchanged))
+            is_held, is_held_pair = table.look_up(exact, keys, block.first, bool(bidirectional))
             records["is_held"] |= is_held
             records["is_held_pair"] |= is_held_pair
         scan.num_held += int(np.count_nonzero(records["is_held"]))
@@ -230,7 +219,9 @@ class PairFilter:
         """Use the records of the training pairs that `scan_corpora` has written."""
         self._records = PairRecords(directory, TRAIN)
         self._rules = rules.dropping_rules(data.clean)
-        self._profile = rules.learn(self._records.windows(), data.max_tokens)
+        self._profile = rules.learn(
+            self._records.windows(), data.max_tokens, bool(bidirectional_corpora(data.train))
+        )
         if any(rule.refers for rule in self._rules):
             self._records.find_repeats()
 

@@ -25,7 +25,7 @@ from mtrain.augmentation.options import AugmentOptions, Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import find_repeats, mono_rows, real_text
 from mtrain.config import config_file
-from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, exchanged_corpora, expand_home
+from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, bidirectional_corpora, expand_home
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
@@ -259,7 +259,7 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     if request.judge is not None:
         other = [forward if request.mode == "back" else back]
         request.judge.check_direction(other, "for `--agree-with`")
-    if request.with_training_text and exchanged_corpora(data.train):
+    if request.with_training_text and bidirectional_corpora(data.train):
         for run in request.runs:
             if len(run.directions) == 1:
                 raise RunError(

@@ -15,7 +15,7 @@ from mtrain.audit.duplicates import Leaks
 from mtrain.audit.features import Feature, measure
 from mtrain.audit.rules import PairBlock, Reasons
 from mtrain.audit.scan import scan_corpora
-from mtrain.config.corpora import TrainText, exchanged_corpora
+from mtrain.config.corpora import TrainText, bidirectional_corpora
 from mtrain.config.sections import DataConfig
 
 # Flags of translations, and rules of the audit, that drop a pair.
@@ -50,9 +50,11 @@ class PairRules:
         judged = data.model_copy(update={"train": real, "clean": list(RULES)})
         *held_out, train = scan_corpora(judged, directory)
         self._rules = rules.dropping_rules(RULES)
-        self._profile = rules.learn(train.records.windows(), data.max_tokens)
         self._held_out = [Leaks(scan.exact, scan.keys) for scan in held_out]
-        self._both_directions = bool(exchanged_corpora(real))
+        self._is_bidirectional = bool(bidirectional_corpora(real))
+        self._profile = rules.learn(
+            train.records.windows(), data.max_tokens, self._is_bidirectional
+        )
         for scan in (*held_out, train):
             scan.records.path.unlink()
         features = reduce(or_, (rule.features for rule in self._rules), Feature.NONE)
@@ -72,7 +74,7 @@ class PairRules:
         exact, keys = duplicates.hashes_of(src, tgt)
         is_held = np.zeros(len(candidates), bool)
         for leaks in self._held_out:
-            is_held |= leaks.look_up(exact, keys, 0, self._both_directions)[0]
+            is_held |= leaks.look_up(exact, keys, 0, self._is_bidirectional)[0]
         no_repeats = np.zeros(len(candidates), np.uint32)
         block = PairBlock(src.lines, tgt.lines, no_repeats, no_repeats, is_held, is_held & False)
         reasons = rules.drop_reasons(self._rules, block, self._profile)

@@ -28,8 +28,8 @@ from mtrain.config.corpora import (
     Corpus,
     SyntheticCorpus,
     TrainText,
+    bidirectional_corpora,
     corpora_of,
-    exchanged_corpora,
 )
 from mtrain.corpus.reader import Pair, Reader, read_pairs
 from mtrain.errors import DataError
@@ -104,7 +104,7 @@ def read_overview(
     rows: list[int] = []  # of the sample
     sample: list[tuple[str, str]] = []
     blocks: list[tuple[Hashes, Hashes, Flags, Flags, Flags, Flags, Flags]] = []
-    both_directions = bool(exchanged_corpora(corpus))
+    both_directions = bool(bidirectional_corpora(corpus))
     synthetic = {name for name, part in corpora_of(corpus) if isinstance(part, SyntheticCorpus)}
     words = np.zeros(2, np.int64)
     for block in reader.blocks(advance):

@@ -23,7 +23,7 @@ from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, Training
 from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
 from mtrain.config.config_file import dump_inline
-from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus, exchanged_corpora
+from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus, bidirectional_corpora
 from mtrain.config.sections import (
     ConsistencyConfig,
     DataConfig,
@@ -149,7 +149,7 @@ def parse_request(
         corpora["tests"] = {"test": corpora.pop("test")}
     tree = {"src_lang": languages[0], "tgt_lang": languages[1], **corpora}
     data = config_file.from_tree({"run_dir": run_dir, "data": tree}, "--set", overrides).data
-    if held_out and exchanged_corpora(data.train):
+    if held_out and bidirectional_corpora(data.train):
         raise ConfigError(
             "`data.train` must have each corpus in one direction to hold out pairs, but has one in "
             "both; give --valid and --test, or add the other direction to the config that is "

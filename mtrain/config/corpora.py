@@ -244,26 +244,26 @@ def has_both_directions(text: TrainText) -> bool:
     Corpora with a tag do not count: their sources begin with a token that a translation lacks.
     """
     used = [corpus for _, corpus in corpora_of(text) if corpus.until is None and corpus.tag is None]
-    return bool(exchanged_corpora(used))
+    return bool(bidirectional_corpora(used))
 
 
-def exchanged_corpora(text: TrainText) -> set[str]:
-    """Return the names of corpora in a mixture that are an earlier one with sides exchanged."""
-    straight: list[Corpus] = []
-    names: set[str] = set()
-    for name, corpus in corpora_of(text):
-        plain = corpus.model_copy(update=dict.fromkeys(KEYS_OF_A_MIXTURE))
-        if _exchanged(plain) in straight or plain in map(_exchanged, straight):
-            names.add(name)
-        else:
-            straight.append(plain)
-    return names
+def bidirectional_corpora(text: TrainText) -> set[str]:
+    """Return the names of the corpora that a mixture lists in both directions."""
+    reverse = {name: other for name, corpus in corpora_of(text) if (other := _exchanged(corpus))}
+    plain = {name: _exchanged(other) for name, other in reverse.items()}
+    return {
+        name for name, other in reverse.items() if other in plain.values() and other != plain[name]
+    }
 
 
 def _exchanged(corpus: Corpus) -> Corpus | None:
-    """Return the corpus with its sides exchanged; None if it is synthetic: its fields are fixed."""
+    """Return the corpus with its sides exchanged, without its use in a mixture.
+
+    None if it is synthetic: its fields are fixed.
+    """
     if isinstance(corpus, SyntheticCorpus):
         return None
+    corpus = corpus.model_copy(update=dict.fromkeys(KEYS_OF_A_MIXTURE))
     if isinstance(corpus, TsvCorpus):
         return corpus.model_copy(update={"columns": corpus.sides[::-1]})
     return corpus.model_copy(update={"src": corpus.tgt, "tgt": corpus.src})

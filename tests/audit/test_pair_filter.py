@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli
-from defects import Planted, found_lines, plant, write_planted
+from defects import Planted, cyrillic, found_lines, plant, write_planted
 from multi30k import FOLDER, needs_multi30k
 from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_config, write_corpus
 
@@ -283,34 +283,64 @@ def test_held_out_text_is_found_in_a_corpus_with_its_sides_exchanged(
     assert [entry["times"] for entry in leak.examples] == [2, 2]
 
 
-def both_directions(directory: Path, text: Planted, clean: str) -> Config:
+def mixture(
+    directory: Path, text: Planted, clean: str, train: list[tuple[str, list[Pair]]]
+) -> Config:
+    """Return a config with a mixture of corpora, each a name and the pairs of its files.
+
+    A name that ends in "-reversed" is the corpus of that name with its sides exchanged.
+    """
     tree = config_file.load(write_planted(directory, text)).model_dump()
-    train = tree["data"]["train"]
-    tree["data"] |= {"train": [train, {"src": train["tgt"], "tgt": train["src"]}], "clean": [clean]}
+    corpora = [
+        write_corpus(directory, name.removesuffix("-reversed"), pairs) for name, pairs in train
+    ]
+    for (name, _), corpus in zip(train, corpora, strict=True):
+        if name.endswith("-reversed"):
+            corpus["src"], corpus["tgt"] = corpus["tgt"], corpus["src"]
+    tree["data"] |= {"train": corpora, "clean": [clean]}
     return config_file.load(write_config(directory / "config.yaml", tree))
 
 
-def test_in_a_corpus_in_both_directions_exactly_the_pairs_with_swapped_lines_are_swapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ORDERS = [["a", "a-reversed"], ["a-reversed", "a"], ["a", "b-reversed", "b"]]
+
+
+@pytest.mark.parametrize("names", ORDERS)
+@pytest.mark.parametrize("clean", ["swapped", "length-ratio", "strange-script"])
+def test_no_good_pair_of_a_mixture_in_both_directions_is_dropped_or_listed_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], clean: str
 ) -> None:
     monkeypatch.setattr(reader, "BLOCK_PAIRS", 100)
-    text = Planted(demo_pairs("train", 400), demo_pairs("valid", 12), demo_pairs("test", 12))
-    for number in (9, 349):
-        text.train[number] = Pair(*text.train[number][::-1])
-    config = both_directions(tmp_path, text, "swapped")
-    swapped = [10, 350]
-    assert dropped_lines(config, tmp_path, 800) == {"swapped": swapped + [n + 400 for n in swapped]}
+    pairs = [Pair(src * 2, cyrillic(tgt * 9)) for src, tgt in demo_pairs("train", 310)]
+    corpora = {"a": pairs[:300], "b": pairs[300:]}
+    text = Planted([], pairs[:12], pairs[12:24])
+    train = [(name, corpora[name[0]]) for name in names]
+    config = mixture(tmp_path, text, clean, train)
+    assert dropped_lines(config, tmp_path, sum(len(corpus) for _, corpus in train)) == {}
     audit(config, None, tmp_path, lambda num_bytes: None)
-    lines = found_lines(tmp_path)
-    assert lines["train.swapped"] == swapped * 2
-    assert not {"valid.swapped", "train.strange-script"} & lines.keys()
+    assert not [name for name in found_lines(tmp_path) if name.endswith(f".{clean}")]
 
 
-def test_in_a_corpus_in_both_directions_lengths_are_compared_with_the_ratio_of_each_direction(
-    tmp_path: Path,
+@pytest.mark.parametrize("names", ORDERS[:2])
+def test_swapped_lines_are_found_in_a_corpus_beside_another_in_both_directions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    monkeypatch.setattr(reader, "BLOCK_PAIRS", 100)
+    pairs = demo_pairs("train", 700)
+    text = Planted([], demo_pairs("valid", 12), demo_pairs("test", 12))
+    single = [Pair(*pair[::-1]) if row == 349 else pair for row, pair in enumerate(pairs[:400])]
+    train = [(name, pairs[400:]) for name in names] + [("single", single)]
+    assert dropped_lines(mixture(tmp_path, text, "swapped", train), tmp_path, 1000) == {
+        "swapped": [950]
+    }
+
+
+@pytest.mark.parametrize("names", ORDERS[:2])
+def test_a_pair_far_from_the_usual_lengths_of_both_directions_is_dropped(
+    tmp_path: Path, names: list[str]
 ) -> None:
     short, long = "ab " * 10, "abc " * 60
-    text = Planted([Pair(short, long)] * 30, demo_pairs("valid", 12), demo_pairs("test", 12))
-    text.train[7] = Pair(long, short)
-    config = both_directions(tmp_path, text, "length-ratio")
+    pairs = [Pair(short, long)] * 30
+    pairs[7] = Pair(short, long * 4)
+    text = Planted([], demo_pairs("valid", 12), demo_pairs("test", 12))
+    config = mixture(tmp_path, text, "length-ratio", [(name, pairs) for name in names])
     assert dropped_lines(config, tmp_path, 60) == {"length-ratio": [8, 38]}

@@ -12,11 +12,11 @@ BY_NAME = {rule.name: rule for rule in RULES}
 LATIN, CYRILLIC = ["ten small dogs"] * 97, ["десять собак там"] * 97
 
 
-def usual(src: list[str], tgt: list[str]) -> CorpusProfile:
+def usual(src: list[str], tgt: list[str], is_bidirectional: bool = False) -> CorpusProfile:
     def windows() -> Iterator[PairWindow]:
         yield PairWindow(measure(src).lines, measure(tgt).lines, 0)
 
-    return learn(windows(), max_tokens=50)
+    return learn(windows(), 50, is_bidirectional)
 
 
 def judge(name: str, src: str, tgt: str, of: CorpusProfile) -> SideName:
@@ -86,7 +86,7 @@ def test_a_length_ratio_over_three_times_the_usual_plus_slack_is_reported(
     src: int, tgt: int, is_far: bool
 ) -> None:
     of = usual(["a" * 10] * 5, ["b" * 20] * 5)
-    assert of.ratio == pytest.approx(2, rel=0.01)
+    assert of.ratios == [pytest.approx(2, rel=0.01)]
     assert (judge("length-ratio", "a" * src, "b" * tgt, of) == SideName.BOTH) == is_far
 
 
@@ -130,4 +130,4 @@ def test_rule_names_are_unique_and_each_advice_is_one_sentence() -> None:
 
 
 def test_the_usual_length_ratio_of_an_empty_corpus_is_one() -> None:
-    assert usual([], []).ratio == 1.0
+    assert usual([], []).ratios == [1.0]

@@ -180,6 +180,26 @@ def test_held_out_text_is_found_in_pairs_of_both_directions_if_the_training_text
     assert pair_rules.reasons(pairs, [("", "na pe ri so tu")]) == ["held-out"]
 
 
+def test_synthetic_pairs_of_either_direction_are_kept_if_the_training_text_has_both(
+    tree: Tree, tmp_path: Path
+) -> None:
+    short, long = ["ba ce di fo gu"] * 9, ["ha je ki lo mu " * 9] * 9
+    files = {
+        "src": [str(write(tmp_path / "train.short", short))],
+        "tgt": [str(write(tmp_path / "train.long", long))],
+    }
+    tree["data"]["train"] = [{"src": files["tgt"], "tgt": files["src"]}, files]
+    data = mtrain.load_config(tree).data
+    pair_rules = PairRules(data, real_text(data.train), tmp_path)
+    sides = ("na pe ri so tu", "ba ce di fo gu " * 9, "ha je ki lo mu " * 50)
+    pairs = [Candidate(*sides[:2], 0), Candidate(*sides[1::-1], 1), Candidate(*sides[::2], 2)]
+    assert pair_rules.reasons(pairs, [("", pair.tgt) for pair in pairs]) == [
+        None,
+        None,
+        "length-ratio",
+    ]
+
+
 def test_repeating_the_command_changes_nothing_and_other_settings_are_refused(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config import config_file
-from mtrain.config.corpora import corpora_of, exchanged_corpora, has_both_directions
+from mtrain.config.corpora import bidirectional_corpora, corpora_of, has_both_directions
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError
 
@@ -805,14 +805,15 @@ def test_a_mixture_has_both_directions_if_two_corpora_differ_only_in_swapped_sid
     assert has_both_directions(config_file.load(minimal).data.train) == both
 
 
-def test_a_corpus_that_is_an_earlier_one_with_its_sides_exchanged_counts_whatever_its_use(
+def test_corpora_that_are_listed_with_their_sides_exchanged_are_found_in_any_order_and_use(
     minimal: Path,
 ) -> None:
     reverse = "{src: [a.de], tgt: [a.en], until: 0.5, tag: de}"
-    train = f"[{FILES}, {reverse}, {FILES}, {{src: [b.de], tgt: [b.en]}}, {reverse}]"
+    copied = "{src: [a.de], tgt: [a.de]}"
+    train = f"[{copied}, {reverse}, {FILES}, {{src: [b.de], tgt: [b.en]}}, {reverse}, {copied}]"
     minimal.write_text(MINIMAL.replace("{src: [train.en], tgt: [train.de]}", train), "utf-8")
-    found = exchanged_corpora(config_file.load(minimal).data.train)
-    assert found == {"data.train[1]", "data.train[4]"}
+    found = bidirectional_corpora(config_file.load(minimal).data.train)
+    assert found == {"data.train[1]", "data.train[2]", "data.train[4]"}
 
 
 def test_a_tilde_at_the_start_of_a_path_is_the_home_folder(
