@@ -75,10 +75,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     if num_kept is not None:
         console.say(f"{run.path}: tokenized {text_width.count(num_kept, 'training pair')}")
         return
-    if run.config_path.is_file():
-        update_tests(config, run, console)
-    else:
-        run.save_config(config)
+    update_tests(config, run, console)
     _check_same_files(run, console)
     run.remove_unfinished()
     console.say(f"{run.path}: tokenized already")
@@ -543,8 +540,16 @@ def _check_same_files(run: RunDir, console: Console) -> None:
 
 
 def check_same_data(config: Config, run: RunDir) -> None:
-    """Raise RunError if a run folder was tokenized, or has checkpoints, with other settings."""
+    """Raise RunError if a run folder was tokenized, or has checkpoints, with other settings.
+
+    Also if it was tokenized, but its config is missing.
+    """
     if not run.config_path.is_file():
+        if is_prepared(run):
+            raise RunError(
+                f"{run.path}: was tokenized, but has no {run.config_path.name}; restore the file "
+                "from a copy of the run, or delete this run folder to begin anew."
+            )
         return
     old = run.config
     for key, was, now in (

@@ -315,6 +315,21 @@ def test_changed_data_or_tokenizer_settings_for_the_same_run_are_refused(
     )
 
 
+def test_a_tokenized_run_folder_without_its_config_is_refused_and_left_unchanged(
+    tmp_path: Path, tree: Tree
+) -> None:
+    run, _ = make(tmp_path, tree)
+    run.config_path.unlink()
+    tree["data"]["src_lang"] = "cc"
+    with pytest.raises(RunError) as error:
+        make(tmp_path, tree)
+    assert str(error.value) == (
+        f"{run.path}: was tokenized, but has no config.yaml; restore the file from a copy of the "
+        "run, or delete this run folder to begin anew."
+    )
+    assert not run.config_path.exists()
+
+
 @pytest.mark.parametrize("is_same", [True, False], ids=["same", "another"])
 def test_a_tokenizing_that_ends_before_the_lock_is_taken_counts(
     tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch, is_same: bool

@@ -671,17 +671,6 @@ def test_the_file_of_a_killed_save_of_the_final_weights_is_deleted(
     assert not leftover.exists()
 
 
-def test_a_run_that_lost_its_config_goes_on_with_the_given_one(
-    source: Path, straight: RunDir, tmp_path: Path
-) -> None:
-    run = RunDir(tmp_path / "run")
-    shutil.copytree(straight.path, run.path)
-    run.config_path.unlink()
-    train(source, "training.max_steps=14", run=str(run.path))
-    assert metrics(run)[-1]["step"] == 14
-    assert RunDir(run.path).config.training.max_steps == 14
-
-
 @pytest.mark.parametrize("copied", ["all", "what translating needs"])
 def test_a_finished_model_without_checkpoints_is_not_replaced(
     cli: Cli, source: Path, straight: RunDir, tmp_path: Path, copied: str
