@@ -46,7 +46,8 @@ _SHARED = {"train", "translate", "eval", "augment"}  # verbs that several proces
 _GOING_ON = {"train", "tokenize", "demo", "augment"}  # verbs that resume if run again
 _PATH_ERRORS = (  # of a path that cannot be used; with any other errno, an OSError is a bug
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT),
-    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
+    *(errno.EBUSY, errno.EIO, errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT),
 )
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # the base of all mistakes in options
 
