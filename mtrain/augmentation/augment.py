@@ -264,7 +264,8 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
             if len(run.directions) == 1:
                 raise RunError(
                     f"{run.path}: must translate in both directions, as `data.train` has text in "
-                    f"both, but translates {' to '.join(run.directions[0])} alone instead."
+                    f"both, but translates {' to '.join(run.directions[0])} alone instead; "
+                    "to use this run, leave the reversed corpus out of `data.train`."
                 )
     for run in [*request.runs, *([request.judge] if request.judge else [])]:
         run.check_trained()

@@ -527,7 +527,8 @@ def test_training_text_in_both_directions_needs_runs_of_both_directions(
         augmenting._check_directions(request, data)
     assert str(error.value) == (
         f"{reverser.path}: must translate in both directions, as `data.train` has text in both, "
-        "but translates aa to bb alone instead."
+        "but translates aa to bb alone instead; to use this run, leave the reversed corpus out of "
+        "`data.train`."
     )
     assert augmenting._check_directions(replace(request, runs=[both]), data) == [False]
     mono = replace(request, with_training_text=False)
