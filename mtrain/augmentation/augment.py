@@ -29,7 +29,7 @@ from mtrain.config.corpora import KEYS_OF_A_MIXTURE, Corpus, bidirectional_corpo
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
-from mtrain.corpus.formats import paths_of, revision_of
+from mtrain.corpus.formats import OFFLINE, paths_of, revision_of
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.decode import translator as translating
@@ -178,9 +178,9 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             text = _read_text(request, real, scratch, warn if process_group.is_first else ignore)
         shutil.rmtree(scratch)
         # Not in `_settings`: the hub is not needed once the output is there.
-        corpora = [*real, config.data.valid, *config.data.tests.values()]
-        revisions = dict(chain.from_iterable(revision_of(corpus).items() for corpus in corpora))
-        settings = _settings(request, config, real) | {"revisions": revisions}
+        settings = _settings(request, config, real)
+        for corpus in [*real, config.data.valid, *config.data.tests.values()]:
+            settings |= {f"revision of {name}": sha for name, sha in revision_of(corpus).items()}
         num_done = _begin(work_dir, settings, output) if process_group.is_first else 0
         num_done = int(process_group.broadcast_float(num_done))
         if num_done and process_group.is_first:
@@ -319,10 +319,11 @@ def _options(request: AugmentRequest, run: RunDir) -> DecodingOptions:
 def _check_same(old: Tree, new: Tree, output: Path) -> None:
     """Refuse to continue or to reuse a folder that was made with other settings.
 
-    Settings that an older version did not record are not compared.
+    Settings that an older version did not record, or that are unknown offline, are not compared.
     """
     new = json.loads(json.dumps(new))
-    differing = [f"`{key}`" for key in new if old.get(key, new[key]) != new[key]]
+    known = [key for key in new if OFFLINE not in (new[key], old.get(key, OFFLINE))]
+    differing = [f"`{key}`" for key in known if old[key] != new[key]]
     if differing:
         raise RunError(
             f"{output}: was made with other settings ({', '.join(differing)}); choose another -o, "

@@ -48,6 +48,7 @@ _COLUMN_WORD = re.compile(
 )
 _BATCH_ROWS = 1024
 _TIMEOUT_S = 10.0  # timeout of the hub's first response
+OFFLINE = "unknown: read offline"  # instead of a commit
 
 
 class Row(NamedTuple):
@@ -143,10 +144,10 @@ def check_regular(paths: Iterable[str | Path]) -> None:
 
 
 def revision_of(corpus: Corpus) -> dict[str, str]:
-    """Return {name: commit} of a corpus on the hub; empty for a local corpus."""
+    """Return {name: commit, or OFFLINE} of a corpus on the hub; empty for a local corpus."""
     if not isinstance(corpus, HubCorpus) or _is_local(corpus):
         return {}
-    return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or "unknown: read offline"}
+    return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or OFFLINE}
 
 
 def _is_local(corpus: HubCorpus) -> bool:

@@ -31,6 +31,7 @@ from mtrain.augmentation.options import Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import real_text
 from mtrain.config import config_file
+from mtrain.corpus.formats import OFFLINE
 from mtrain.run.run_dir import RunDir
 
 __all__ = ["ranks"]
@@ -401,20 +402,33 @@ def test_an_interrupted_augmentation_resumes_and_samples_the_same_pairs(
     assert content(request.output) == whole
 
 
-def test_parts_of_another_commit_of_a_hub_corpus_are_not_resumed(
-    config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("before", "now"), [("abc", "def"), ("abc", "abc"), ("abc", OFFLINE), (OFFLINE, "abc")]
+)
+def test_parts_are_not_resumed_if_the_commit_of_a_hub_corpus_is_known_and_another(
+    config_path: Path,
+    mono: Path,
+    back_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    now: str,
 ) -> None:
+    class Loading(Exception):
+        pass
+
+    def load(*arguments: Any) -> Any:
+        raise Loading
+
     request, config = request_of(config_path, back_run), config_file.load(config_path)
-    settings = augmenting._settings(request, config, real_text(config.data.train))
-    work_dir = request.output.with_name(".bt.augmenting")
-    work_dir.mkdir()
-    (work_dir / "settings.json").write_text(
-        json.dumps(settings | {"revisions": {"some/set": "abc123"}}), encoding="utf-8"
-    )
-    (work_dir / "part-00000.json").touch()
-    monkeypatch.setattr(augmenting, "revision_of", lambda corpus: {"some/set": "def456"})
-    with pytest.raises(mtrain.RunError, match=r"was made with other settings \(`revisions`\)"):
+    monkeypatch.setattr(augmenting, "_load_engine", load)
+    monkeypatch.setattr(augmenting, "revision_of", lambda corpus: {"some/set": before})
+    with pytest.raises(Loading):
         augmenting.augment(request, config, Said(), print)
+    (request.output.with_name(".bt.augmenting") / "part-00000.json").touch()
+    monkeypatch.setattr(augmenting, "revision_of", lambda corpus: {"some/set": now})
+    with pytest.raises(mtrain.RunError if {before, now} == {"abc", "def"} else Loading) as error:
+        augmenting.augment(request, config, Said(), print)
+    assert error.type is Loading or "settings (`revision of some/set`);" in str(error.value)
 
 
 def test_a_start_that_finished_no_part_does_not_refuse_other_settings(
