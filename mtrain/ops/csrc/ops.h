@@ -248,11 +248,6 @@ status packed_argmax_float(const linear_map *scan, const float *x, const float *
                            const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
                            int64_t num_never);
 
-/* All layers of an encoder, in place: x [b, s, d] is the input of the first, and becomes the output of the
- * last.
- *   layers: [num_layers]; keep: bytes [b, s], 0 masks a position. */
-status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x);
-
 /* Encode sources, and write the cross-attention keys and values of each decoder layer to its pool. The input
  * of the first layer is table[id] * table_scale + encodings[position].
  *   layers: [num_layers]; maps [2 d, d], from states to keys and values, and pools: one for each

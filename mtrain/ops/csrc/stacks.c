@@ -34,7 +34,10 @@ static work_space allocate(int64_t rows, int64_t d, int64_t d_ff) {
     LINEAR(from, inner, hidden, at->d_ff, 1); \
     DO(packed_linear_sparse_float(&own->outer, hidden, y, rows, at->d_ff, d))
 
-status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x) {
+/* All layers of an encoder, in place: x [b, s, d] is the input of the first, and becomes the output of the
+ * last.
+ *   layers: [num_layers]; keep: bytes [b, s], 0 masks a position. */
+static status encode(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x) {
     int64_t rows = at->b * at->s, d = at->heads * at->k;
     attention_shape shape = {
         .b = at->b, .h = at->heads, .t = at->s, .s = at->s, .k = at->k,
@@ -100,7 +103,7 @@ status encode_sources_float(const encoder_shape *at, const stack_layer *layers, 
         embed(table + ids[n] * d, encoding, to->table_scale, d, x + n * d);
         keep[n] = slots[n] >= 0;
     }
-    status result = encoder_float(at, layers, keep, x);
+    status result = encode(at, layers, keep, x);
     int64_t count = drop_padding(x, slots, rows, d);
     for (int64_t i = 0; i < to->num_pools; i++) {
         DO(packed_linear_float(maps + i, x, projected, count, d, 2 * d, 0));
