@@ -99,7 +99,7 @@ def translate(
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
         line_translator = _load(engine, runs, decoding, loading)
         if not process_group.is_first:
-            list(line_translator.translate([]))  # decodes its share; rank 0 reads and writes
+            deque(line_translator.translate([]), maxlen=0)  # decodes its share; rank 0 writes
             return
         prefixes = None if prefix is None else read_lines(prefix)
         is_typed = file is None and is_at_terminal()

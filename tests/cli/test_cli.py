@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
+from mtrain.cli import translate as translate_verb
 from mtrain.cli.main import app
 from mtrain.cli.translate import _formatted
 from mtrain.config import config_file
@@ -1144,3 +1148,28 @@ def test_mbr_takes_the_beam_of_the_command_line_and_refuses_one_of_1(
         assert error_line(cli(verb, run.path, "--mbr", "chrf", stdin=stdin)) == (
             "`beam` must be at least 2 for `mbr`, but is 1 instead; `--mbr none` turns it off."
         )
+
+
+def test_ranks_that_do_not_write_keep_no_translations(
+    cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Line:
+        pass
+
+    most = 0
+
+    def translate(_: object) -> Iterator[Line]:
+        nonlocal most
+        alive: weakref.WeakSet[Line] = weakref.WeakSet()
+        for _ in range(5):
+            line = Line()
+            alive.add(line)
+            yield line
+            most = max(most, len(alive))
+
+    group = SimpleNamespace(is_first=False, size=2)
+    monkeypatch.setattr(translate_verb, "joined_process_group", lambda _: nullcontext(group))
+    monkeypatch.setattr(translate_verb, "_load", lambda *_: SimpleNamespace(translate=translate))
+    outcome = cli("translate", trained.path, stdin=b"")
+    assert (outcome.code, outcome.lines) == (0, []), outcome.err
+    assert most == 1
