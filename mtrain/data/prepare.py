@@ -477,14 +477,19 @@ def _mark_tests(data: DataConfig, new: Iterable[Corpus], marks: Tree) -> Tree:
 
 def is_not_copied(run: RunDir, name: str) -> bool:
     """Return whether a test set is new in the config: the folder has no text and no mark of it."""
-    has_text = any(path.is_file() for path in _text_paths(run.data_dir / "tests" / name))
-    return not has_text and f"data.tests.{name}" not in _read_tree(run.data_dir / _MARKS_FILE)
+    return not _has_text(run, name) and f"data.tests.{name}" not in _read_tree(
+        run.data_dir / _MARKS_FILE
+    )
 
 
 def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
     """Return whether a run folder lacks the text of a test set whose files exist."""
-    has_text = any(path.is_file() for path in _text_paths(run.data_dir / "tests" / name))
-    return is_prepared(run) and not has_text and all(map(os.path.isfile, paths_of(corpus)))
+    is_here = not is_prepared(run) or _has_text(run, name)
+    return not is_here and all(map(os.path.isfile, paths_of(corpus)))
+
+
+def _has_text(run: RunDir, name: str) -> bool:
+    return any(path.is_file() for path in _text_paths(run.data_dir / "tests" / name))
 
 
 def _say_leaks(run: RunDir, names: Collection[str], console: Console) -> None:

@@ -263,11 +263,11 @@ class _Sentences(NamedTuple):
     def join(self, others: _Sentences) -> _Sentences:
         """Append other sentences."""
         width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
-        both = [
-            group._replace(prefix_BP=np.pad(group.prefix_BP, widths, constant_values=-1))
-            for group in (self, others)
-            for widths in [((0, 0), (0, width - group.prefix_BP.shape[1]))]
-        ]
+        both = []
+        for group in (self, others):
+            missing = (0, 0), (0, width - group.prefix_BP.shape[1])
+            prefix_BP = np.pad(group.prefix_BP, missing, constant_values=-1)
+            both.append(group._replace(prefix_BP=prefix_BP))
         return _Sentences._make(np.concatenate(pair) for pair in zip(*both, strict=True))
 
 
