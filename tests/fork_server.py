@@ -28,7 +28,7 @@ PATIENCE_S = 240
 # what tests and their processes import; DistributedDataParallel imports `torch._dynamo`
 PRELOADED = ["conftest", "ranks", "serving", "hostile", "run_folders", "datasets.arrow_writer"]
 PRELOADED += ["torch._dynamo", "mtrain.training.data_parallel", "mtrain.augmentation.augment"]
-PRELOADED += [f"mtrain.cli.{verb}" for verb in ("train", "evaluate", "translate")]
+PRELOADED += [f"mtrain.cli.verbs.{verb}" for verb in ("train", "evaluate", "translate")]
 PRELOADED += ["mtrain.serve.server", "mtrain.exporters.export", "torch.distributed.run"]
 
 needs_fork_server = pytest.mark.skipif(

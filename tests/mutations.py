@@ -1356,7 +1356,7 @@ AUDIT = [
     ),
     Mutation(
         "notes fail a strict check",
-        "mtrain/cli/check.py",
+        "mtrain/cli/verbs/check.py",
         "if errors or (strict and warnings):",
         "if errors or (strict and report.findings):",
         "tests/audit/test_audit.py -k strict",

@@ -14,20 +14,20 @@ from pydantic import ValidationError
 
 from mtrain import __version__
 from mtrain.cli import console
-from mtrain.cli.augment import augment
-from mtrain.cli.check import check
-from mtrain.cli.demo import demo
-from mtrain.cli.distill import distill
-from mtrain.cli.doctor import doctor
-from mtrain.cli.evaluate import evaluate
-from mtrain.cli.export import export
-from mtrain.cli.init import init
-from mtrain.cli.plot import plot
 from mtrain.cli.ranks import refuse_ranks, report_error, silence_other_ranks
-from mtrain.cli.serve import serve
-from mtrain.cli.tokenize import tokenize
-from mtrain.cli.train import train
-from mtrain.cli.translate import translate
+from mtrain.cli.verbs.augment import augment
+from mtrain.cli.verbs.check import check
+from mtrain.cli.verbs.demo import demo
+from mtrain.cli.verbs.distill import distill
+from mtrain.cli.verbs.doctor import doctor
+from mtrain.cli.verbs.evaluate import evaluate
+from mtrain.cli.verbs.export import export
+from mtrain.cli.verbs.init import init
+from mtrain.cli.verbs.plot import plot
+from mtrain.cli.verbs.serve import serve
+from mtrain.cli.verbs.tokenize import tokenize
+from mtrain.cli.verbs.train import train
+from mtrain.cli.verbs.translate import translate
 from mtrain.config import config_file
 from mtrain.config.sections import format_value
 from mtrain.errors import NEEDS_POSIX, ConfigError, UserError

@@ -27,9 +27,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
-from mtrain.cli import translate as translate_verb
 from mtrain.cli.main import app
-from mtrain.cli.translate import _formatted
+from mtrain.cli.verbs import translate as translate_verb
+from mtrain.cli.verbs.translate import _formatted
 from mtrain.config import config_file
 from mtrain.decode.formats import NOTHING, TranslatedLine, Translation
 from mtrain.decode.options import DecodingOptions, Sampling
