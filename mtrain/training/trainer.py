@@ -443,8 +443,11 @@ class Trainer:
             return True
         self.restore(path)
         progress, step = self.state.progress, self.state.progress.step
+        has_ended = self._is_finished() and self.checkpoints.has_final_weights(step)
+        if self.process_group.is_first and not has_ended:
+            self.checkpoints.prune(progress)  # before anything is written: the disk may be full
         self.log.drop_after(step, with_validation=str(step) in progress.bleu_of_step)
-        if self._is_finished() and self.checkpoints.has_final_weights(step):
+        if has_ended:
             self.log.say(
                 f"{self.run_dir.path}: finished at step {step:,} "
                 f"(training ends {format_stopping_rule(self.settings)}); to go on, raise "

@@ -934,6 +934,23 @@ def test_checkpoints_are_saved_between_validations_with_save_every(
     assert set(checkpoint.steps(run.checkpoints_dir)) == {3, 6, 9, 12}
 
 
+def test_a_lower_keep_last_deletes_checkpoints_before_a_resumed_training_writes(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    def spied(log: RunLog, step: int, with_validation: bool = True) -> None:
+        kept.append(set(checkpoint.steps(run.checkpoints_dir)))
+        drop_after(log, step, with_validation)
+
+    run, kept, drop_after = RunDir(tmp_path / "run"), list[set[int]](), RunLog.drop_after
+    shutil.copytree(straight.path, run.path)
+    monkeypatch.setattr(RunLog, "drop_after", spied)
+    train(source, "training.keep_last=1", run=str(run.path))
+    train(source, "training.keep_last=1", "training.max_steps=13", run=str(run.path))
+    finished, resumed = kept
+    assert finished == {4, 8, 12}
+    assert 12 in resumed and len(resumed) <= 2  # the last and the best one
+
+
 def test_the_final_weights_are_the_average_of_the_last_checkpoints_if_that_is_better(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
