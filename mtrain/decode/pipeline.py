@@ -242,9 +242,8 @@ class LineTranslator:
                 for block in blocks:
                     process_group.broadcast_bytes(json.dumps(block).encode())
                     yield block
-            except DataError:  # an empty block: all ranks yield the lines before it
-                process_group.broadcast_bytes(json.dumps(([], None)).encode())
-                yield [], None
+            except DataError:  # raised here once all ranks have yielded the lines before it
+                process_group.broadcast_bytes(b"")
                 raise
             process_group.broadcast_bytes(b"")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ from fork_server import needs_fork_server
 from ranks import (
     Ranks,
     apart,
+    command_line,
     failing,
     gradients,
     measured,
@@ -510,3 +512,29 @@ def test_a_too_long_line_with_on_long_error_ends_all_ranks_with_one_message(
     assert ended.codes == [2, 2]
     (said,) = ended.said
     assert said.startswith("mtrain: rank 0: line 8: must have at most 32 tokens, but has ")
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("gone", "mtrain: rank 0: {text}: cannot be read: "),
+        ("short", "mtrain: rank 0: `--prefix` must have a line for each line of the input, "),
+        ("cut.gz", "mtrain: rank 0: {text}: must be whole, but its gzip data is cut off or "),
+    ],
+)
+def test_input_that_the_first_rank_cannot_read_ends_all_ranks_with_one_message(
+    trained: RunDir, text: Path, tmp_path: Path, ranks: Ranks, written: str, message: str
+) -> None:
+    lines, path, more = text.read_bytes(), tmp_path / written, list[str | Path]()
+    if written == "short":
+        path.write_text("tu\n")
+        more, path = ["--prefix", path], text
+    elif written == "cut.gz":
+        path.write_bytes(gzip.compress(lines * 99)[:-20])
+    arguments = ["translate", str(trained.path), str(path), *map(str, more)]
+    ended = ranks.ended(ranks.start(2, command_line, arguments), patience_s=30)
+    assert ended.codes == [2, 2]
+    (said,) = [line for line in ended.said if "rank" in line]
+    assert said.startswith(message.format(text=path))
+    assert ended.out[1] == ""
+    assert bool(ended.out[0]) == (written == "cut.gz")
