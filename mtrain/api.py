@@ -635,8 +635,8 @@ def load(
         engine: `ctranslate2` translates with CTranslate2, from an export of the run that is written
             into the run folder on first use. It supports a single run on the CPU, without
             `checkpoint`, `precision`, `shortlist` and `rerank_with`, and no sampling,
-            alternatives, prefixes, alignments, `mbr`, `early_stop` and `no_repeat_ngram`;
-            log-probabilities are those of whole translations only.
+            alternatives, prefixes, alignments, `mbr` and `early_stop`; log-probabilities are those
+            of whole translations only.
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its files do not fit together.

@@ -335,7 +335,7 @@ def _begin(work_dir: Path, settings: Tree, output: Path) -> int:
     """Return the number of done parts; compare the settings with theirs, or write the settings."""
     path = work_dir / "settings.json"
     sweep(path)
-    sweep(work_dir / "part-*")
+    sweep(work_dir / "part-", is_prefix=True)
     number = 0
     while _part_path(work_dir, number, _COUNTS).is_file():
         number += 1

@@ -147,7 +147,10 @@ def revision_of(corpus: Corpus) -> dict[str, str]:
     """Return {name: commit, or OFFLINE} of a corpus on the hub; empty for a local corpus."""
     if not isinstance(corpus, HubCorpus) or _is_local(corpus):
         return {}
-    return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or OFFLINE}
+    commit, revision = _resolve(corpus.hub, corpus.revision), corpus.revision or ""
+    if commit is None:  # a branch or a tag may have moved since it was read into the cache
+        commit = revision if re.fullmatch("[0-9a-f]{40}", revision) else OFFLINE
+    return {_name_of(corpus): commit}
 
 
 def _is_local(corpus: HubCorpus) -> bool:
@@ -298,7 +301,7 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
             path,
             corpus.config,
             split=split,
-            revision=None if is_local else _resolve(corpus.hub, corpus.revision),
+            revision=None if is_local else _resolve(corpus.hub, corpus.revision) or corpus.revision,
             streaming=is_streaming,
             **_csv_options(path, corpus) if is_local else {},
         )
@@ -327,7 +330,7 @@ def _csv_options(path: str, corpus: HubCorpus) -> dict[str, Any]:
 
 @cache
 def _resolve(hub: str, revision: str | None) -> str | None:
-    """Return the commit on the hub, so that all passes read the same; offline, `revision`."""
+    """Return the commit on the hub, so that all passes read the same; None if it is offline."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         HFValidationError,
@@ -338,7 +341,7 @@ def _resolve(hub: str, revision: str | None) -> str | None:
     try:
         return HfApi().dataset_info(hub, revision=revision, timeout=_TIMEOUT_S).sha
     except OfflineModeIsEnabled:
-        return revision  # read from the cache, if it is there
+        return None  # the text is read from the cache, if it is there
     except (HFValidationError, RepositoryNotFoundError):
         raise DataError(
             f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, "

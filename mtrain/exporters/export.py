@@ -144,7 +144,7 @@ def check_exports(run: RunDir) -> Iterator[str]:
     Raises:
         RunError: if a file of an export is missing, was added, or differs.
     """
-    for path in sorted(run.path.glob(f"*/{_REPORT_FILE}")):
+    for path in sorted(run.path.glob(f"[!.]*/{_REPORT_FILE}")):
         stored = _read_report(path.parent)
         if stored is not None:
             _verify(path.parent, stored)
@@ -276,6 +276,7 @@ def _check_request(request: ExportRequest, config: Config) -> None:
 def _export(run: RunDir, directory: Path, request: ExportRequest, warn: Warn) -> ExportReport:
     config, exporter = run.config, exporters()[request.library]
     _check_request(request, config)
+    weights = sha256_if_readable(run.model_path)  # first: a training may replace the file
     translator = load(run, loading=LoadOptions("cpu"))
     held_out = _read_held_out(run, translator, request.library, warn)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
@@ -307,7 +308,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, warn: Warn) ->
             version_of(exporter.PACKAGE),
             request.quantization or f"float32{' and int8' * (exported.quantised is not None)}",
             sum(file.stat().st_size for file in partial_dir.rglob("*") if file.is_file()),
-            sha256_if_readable(run.model_path),
+            weights,
             {},
             compared,
             _bleu(run, translator, scored, beam, held_out, warn) if scored else {},

@@ -172,12 +172,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sweep(path: Path) -> None:
+def sweep(path: Path, is_prefix: bool = False) -> None:
     """Delete what killed processes left beside `path`; rename back what `whole_dir` put aside.
 
-    The caller holds the lock of the folder. A "*" in the name of `path` matches any text.
+    The caller holds the lock of the folder. With `is_prefix`, all paths that begin so are meant.
     """
-    name = glob.escape(path.name).replace("[*]", "*")
+    name = glob.escape(path.name) + "*" * is_prefix
     beside = f".{name}.{'[0-9a-f]' * 8}"
     for aside in path.parent.glob(f"{beside}.old"):
         replaced = aside.with_name(aside.name[1:].rsplit(".", 2)[0])

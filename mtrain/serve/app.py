@@ -156,6 +156,7 @@ class Server:
                 "target": {"code": target, "name": name_of(target)},
             },
             "maxTexts": settings.max_texts,
+            "maxBody": settings.max_body,
             "maxAlternatives": translations.max_alternatives,
             "detectedLanguages": translations.detector.detected,
         }

@@ -38,7 +38,7 @@ class CheckpointManager:
         """
         step = -1
         if self.process_group.is_first:
-            sweep(self.directory / "step-*")  # temporary files of killed saves
+            sweep(self.directory / "step-", is_prefix=True)  # temporary files of killed saves
             sweep(self.run.model_path)
             if path := checkpoint.newest_whole(self.directory, self.log.say):
                 step = checkpoint.load_progress(path).step

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from conftest import Cli
 from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled
 from pyarrow import parquet
 from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, write_config
 
@@ -507,6 +508,21 @@ def test_a_local_dataset_folder_is_read_again_after_its_files_changed(
         tree = as_hub(write, streaming=False)(tmp_path, "x", copy_task(20, seed))
         found = [pair.src for pair in reader.read_pairs(corpus_of(tree))]
         assert found == [pair.src for pair in copy_task(20, seed)]
+
+
+@pytest.mark.parametrize(
+    ("revision", "expected"),
+    [(None, formats.OFFLINE), ("main", formats.OFFLINE), ("0a" * 20, "0a" * 20)],
+)
+def test_offline_only_a_revision_that_is_a_commit_is_recorded_as_one(
+    monkeypatch: pytest.MonkeyPatch, revision: str | None, expected: str
+) -> None:
+    def info(*_: object, **options: Any) -> Any:
+        raise OfflineModeIsEnabled
+
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    corpus = corpus_of({"hub": "cached/set", "split": "train", "revision": revision, **FIELDS})
+    assert formats.revision_of(corpus) == {"cached/set/train": expected}
 
 
 def test_a_hub_dataset_with_a_new_commit_after_an_interrupt_is_tokenized_from_the_start(

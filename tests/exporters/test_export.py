@@ -912,6 +912,23 @@ def test_the_ctranslate2_engine_exports_once_and_again_after_the_weights_change(
     assert not list(run.path.glob(".*.tmp"))
 
 
+def test_an_export_has_the_checksum_of_the_weights_that_it_was_made_from(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training may replace the weights during an export."""
+    need("ctranslate2")
+
+    def load_and_replace(run: RunDir, **options: Any) -> Translator:
+        translator = load(run, **options)
+        run.model_path.write_bytes(b"of a training")
+        return translator
+
+    expected = atomic.sha256(run.model_path)
+    monkeypatch.setattr(export, "load", load_and_replace)
+    request = ExportRequest("ctranslate2", num_lines=1, has_scores=False)
+    assert export.export(run, tmp_path / "out", request, print).weights == expected
+
+
 def test_one_long_line_does_not_raise_the_length_limit_of_other_batches(tmp_path: Path) -> None:
     need("ctranslate2")
     copy: Any = copied(random_model(), "ctranslate2", tmp_path)
@@ -1084,6 +1101,13 @@ def test_the_ctranslate2_engine_deletes_what_a_killed_export_left(
     outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba ce di\n")
     assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
     assert not list(run.path.glob(".*.tmp"))
+
+
+def test_what_a_killed_export_left_is_not_checked_as_an_export(tmp_path: Path) -> None:
+    leftover = tmp_path / ".out.0123abcd.tmp"
+    leftover.mkdir()
+    (leftover / "export.json").write_text("{", encoding="utf-8")  # cut off by a power cut
+    assert list(export.check_exports(RunDir(tmp_path))) == []
 
 
 def test_an_export_into_a_run_folder_is_alone_and_deletes_what_a_killed_one_left(

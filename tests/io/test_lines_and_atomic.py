@@ -349,12 +349,13 @@ def test_a_sweep_keeps_temporary_files_of_other_outputs_and_of_users(here: Path)
     assert left(here) == kept
 
 
-def test_brackets_in_the_name_of_a_folder_are_no_pattern_for_what_killed_processes_left(
-    here: Path,
+@pytest.mark.parametrize("name", ["out[1]", "out*", "out?"])
+def test_the_name_of_a_folder_is_no_pattern_for_what_killed_processes_left(
+    here: Path, name: str
 ) -> None:
-    Path(".out[1].0123abcd.tmp").mkdir()
+    Path(f".{name}.0123abcd.tmp").mkdir()
     Path(".out1.0123abcd.tmp").mkdir()
-    atomic.sweep(Path("out[1]"))
+    atomic.sweep(Path(name))
     assert left(here) == [".out1.0123abcd.tmp"]
 
 

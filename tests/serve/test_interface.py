@@ -316,6 +316,7 @@ def test_frontend_settings_have_the_fields_and_limits_that_clients_read(client: 
             "target": {"code": "de", "name": "German"},
         },
         "maxTexts": 100,
+        "maxBody": 262_144,
         "maxAlternatives": 2,
         "detectedLanguages": ["en", "de", "fr"],
     }

@@ -255,6 +255,25 @@ def test_lines_of_a_file_that_take_too_long_together_are_sent_in_smaller_batches
     assert Path(download.value.path()).read_text("utf-8") == text
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("fo gu", "50 lines are translated."),
+        ("é" * 100, "Line 1 has more than the 200 bytes of a request."),
+    ],
+    ids=["short lines", "a long line"],
+)
+def test_a_batch_of_a_file_has_at_most_the_bytes_that_the_server_reads(
+    browser: Any, pair_models: list[mtrain.Model], tmp_path: Path, line: str, status: str
+) -> None:
+    (tmp_path / "text.txt").write_text(f"{line}\n" * 50, encoding="utf-8")
+    with running(pair_models, ServerSettings(port=0, max_body=200)) as client:
+        for page in opened(browser, client, 1280, "light"):
+            page.set_input_files("#file", tmp_path / "text.txt")
+            page.wait_for_function("() => $('cancel').textContent === 'Close'")
+            assert page.inner_text("#job-status") == status
+
+
 def test_the_progress_of_a_file_is_not_shown_for_the_next_one(page: Any, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("fo gu\n", encoding="utf-8")
     page.set_input_files("#file", tmp_path / "text.txt")

@@ -274,7 +274,7 @@ async function translateFile(file) {
     const translated = [];
     let most = Infinity; // lines of a batch; grows slowly, since a refusal takes the time limit
     while (translated.length < lines.length) {
-      const batch = nextBatch(lines, translated.length).slice(0, most);
+      const batch = nextBatch(lines, translated.length, pair).slice(0, most);
       const answer = await askPatiently(batch, pair, controller.signal);
       const count = answer.translatedText.length;
       most = count < batch.length ? count : most * 1.1;
@@ -299,15 +299,21 @@ async function translateFile(file) {
   }
 }
 
-function nextBatch(lines, first) {
+function bytesOf(tree) { return new TextEncoder().encode(JSON.stringify(tree)).length; }
+
+function nextBatch(lines, first, pair) {
   const batch = [];
-  let count = 0;
+  let [count, bytes] = [0, bytesOf({ q: [], ...pair, api_key: $("api-key").value })];
+  let limit = "";
   for (const line of lines.slice(first, first + settings.maxTexts)) {
     count += [...line].length;
-    if (settings.charLimit > 0 && count > settings.charLimit) break;
+    bytes += bytesOf(line) + 1; // and a comma
+    if (settings.charLimit > 0 && count > settings.charLimit) limit = `${settings.charLimit} characters`;
+    else if (bytes > settings.maxBody) limit = `the ${settings.maxBody} bytes of a request`;
+    if (limit) break;
     batch.push(line);
   }
-  if (!batch.length) throw new Error(`Line ${first + 1} has more than ${settings.charLimit} characters.`);
+  if (!batch.length) throw new Error(`Line ${first + 1} has more than ${limit}.`);
   return batch;
 }
 
