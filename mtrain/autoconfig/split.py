@@ -11,6 +11,7 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mtrain.audit import duplicates
 from mtrain.audit.duplicates import Leaks, PairHashes
@@ -37,11 +38,13 @@ from mtrain.io.lines import Advance
 
 _SAMPLE_PAIRS = 50_000
 _MIN_CHARS, _MAX_CHARS = 6, 500  # of a held-out line
-_MAX_RATIO = 3.0  # of the characters of the two sides
+_MAX_RATIO = 3.0  # of the characters of the two sides, relative to the median ratio of the corpus
 MIN_HELD_OUT = 10  # pairs of a set
 _HELD_OUT_FRACTION = 0.05  # of the distinct pairs
 _MAX_EXCLUDED = 0.25  # limit of the share of pairs that training loses to held-out sets
 _MAX_EXCLUDED_BY_SMALLEST = 0.5  # the same, for sets of MIN_HELD_OUT pairs
+
+Floats = npt.NDArray[np.float32]
 
 
 class CorpusOverview(NamedTuple):
@@ -103,7 +106,7 @@ def read_overview(
     rng, reader = random.Random(seed), Reader(corpus, is_strict=True)
     rows: list[int] = []  # of the sample
     sample: list[tuple[str, str]] = []
-    blocks: list[tuple[Hashes, Hashes, Flags, Flags, Flags, Flags, Flags]] = []
+    blocks: list[tuple[Hashes, Hashes, Floats, Flags, Flags, Flags, Flags, Flags]] = []
     both_directions = bool(bidirectional_corpora(corpus))
     synthetic = {name for name, part in corpora_of(corpus) if isinstance(part, SyntheticCorpus)}
     words = np.zeros(2, np.int64)
@@ -118,7 +121,7 @@ def read_overview(
         is_fit = is_real & _is_fit(src.lines, tgt.lines) & (keys.pair != 0) & ~shares_given
         is_blank = (src.lines["solid"] == 0) | (tgt.lines["solid"] == 0)
         flags = is_real, is_fit, is_blank, is_given, shares_given
-        blocks.append((src.keys, tgt.keys, *flags))
+        blocks.append((src.keys, tgt.keys, _log_ratios(src.lines, tgt.lines), *flags))
         words += (len(src.words), len(tgt.words))
         for row, pair in enumerate(zip(block.src, block.tgt, strict=True), block.first):
             if len(sample) < _SAMPLE_PAIRS:
@@ -127,7 +130,9 @@ def read_overview(
             elif (slot := rng.randrange(row + 1)) < _SAMPLE_PAIRS:
                 rows[slot], sample[slot] = row, pair
     reader.check_not_empty("data.train")
-    src_keys, tgt_keys, *all_flags = map(np.concatenate, zip(*blocks, strict=True))
+    src_keys, tgt_keys, ratios, *all_flags = map(np.concatenate, zip(*blocks, strict=True))
+    is_fit = all_flags[1]
+    is_fit &= _is_usual(ratios, is_fit, both_directions)
     pairs = dict(zip(rows, sample, strict=True))
     src_ids, tgt_ids = (np.unique(keys, return_inverse=True)[1] for keys in (src_keys, tgt_keys))
     return CorpusOverview(int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, *all_flags)
@@ -140,16 +145,29 @@ def _codes(first: Ints, second: Ints) -> Ints:
 
 
 def _is_fit(src: Records, tgt: Records) -> Flags:
-    """Return which pairs look like translations of usual length."""
+    """Return which pairs look like text of usual length."""
     fit = np.ones(len(src), bool)
     for side in (src, tgt):
         fit &= (side["chars"] >= _MIN_CHARS) & (side["chars"] <= _MAX_CHARS)
         fit &= side["flags"] & np.uint16(LineFlag.MOJIBAKE | LineFlag.CONTROL) == 0
         fit &= 2 * side["odd"] < side["solid"]
-    longer = np.maximum(src["chars"], tgt["chars"])
-    fit &= longer <= _MAX_RATIO * np.minimum(src["chars"], tgt["chars"])
     differ: Flags = src["hash"] != tgt["hash"]
     return fit & differ
+
+
+def _log_ratios(src: Records, tgt: Records) -> Floats:
+    """Return the logarithm of the ratio of characters, target to source, of each pair."""
+    ratios: Floats = np.log((tgt["chars"] + 1) / (src["chars"] + 1)).astype(np.float32)
+    return ratios
+
+
+def _is_usual(log_ratios: Floats, is_fit: Flags, both_directions: bool) -> Flags:
+    """Return which ratios are within a factor of _MAX_RATIO of the median of the fit pairs."""
+    if both_directions:  # a pair that is read the other way has the reciprocal
+        log_ratios = np.abs(log_ratios)
+    median = np.median(log_ratios[is_fit]) if is_fit.any() else 0.0
+    usual: Flags = np.abs(log_ratios - median) <= np.log(_MAX_RATIO)
+    return usual
 
 
 def draw(overview: CorpusOverview, num_sets: int, max_pairs: int, seed: int) -> HeldOut:

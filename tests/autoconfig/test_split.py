@@ -68,6 +68,18 @@ def test_a_pair_that_is_unfit_for_evaluation_is_not_held_out(tmp_path, src, tgt)
     assert look(tmp_path, [*GOOD, (src, tgt)]).is_fit.tolist() == [True] * 40 + [False]
 
 
+def test_pairs_of_a_script_with_few_characters_can_be_held_out_read_one_way_or_both(tmp_path):
+    pairs = [
+        (f"the sentence number {n} of many sentences", f"第{n}句话的译文") for n in range(40, 80)
+    ]
+    pairs.append(("a sentence and its translation", "译文和它的句子比通常的长得多" * 3))
+    one_way = corpus(tmp_path, pairs)
+    reverse = FilesCorpus(src=one_way.tgt, tgt=one_way.src)
+    for text in (one_way, [one_way, reverse]):
+        is_fit = split.read_overview(text, [], 1, lambda _: None).is_fit
+        assert is_fit.tolist() == ([True] * 40 + [False]) * (2 if text is not one_way else 1)
+
+
 def test_words_are_counted_and_every_pair_of_a_small_corpus_is_in_the_sample(tmp_path):
     found = look(tmp_path, [("one two", "eins zwei drei"), ("four", "")])
     assert (found.src_words, found.tgt_words) == (3, 3)
