@@ -124,7 +124,7 @@ class _Translated(NamedTuple):
     rows: list[Pair]
     lines: list[str]  # the side that is translated; "" for skipped lines
     candidates: list[Candidate]
-    lost: list[tuple[int, str]]  # (row, reason) of each line that is not translated
+    lost: list[_Lost]  # the lines that are not translated
 
 
 class _Part(NamedTuple):
@@ -138,11 +138,8 @@ class _Part(NamedTuple):
 def augment(request: AugmentRequest, config: Config, console: Console, warn: Warn) -> Tree:
     """Write or resume a corpus folder, unless it is done; return its record. All ranks call it.
 
-    Args:
-        request: the texts, models and options.
-        config: of the training that the pairs are for.
-        console: shows progress, on rank 0.
-        warn: called with problems of the text, on rank 0.
+    `config` is that of the training that the pairs are for. On rank 0, `console` shows progress
+    and `warn` is called with problems of the text.
 
     Raises:
         ConfigError: if the device cannot be used.
@@ -189,27 +186,25 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             )
         engines = [*map(partial(_load_engine, request), request.groups, directions)]
         judge = _load_judge(request)
-        number = num_done
         first = num_done * PART_LINES
         with ExitStack() as stack:
             translated = [
                 stack.enter_context(closing(_translate(engine, text, first))) for engine in engines
             ]
-            for parts in zip(*translated, strict=True):
-                rows = parts[0].rows
+            for number, parts in enumerate(zip(*translated, strict=True), num_done):
                 pairs, lost = _judge(parts, pair_rules)
-                agreement = None
                 if judge is not None:
-                    pairs, lost, agreement = _score(judge, pairs, lost, directions[0])
+                    pairs, lost = _score(judge, pairs, lost, directions[0])
                 if process_group.is_first:
-                    _write_part(work_dir, number, rows, pairs, lost, request, agreement)
+                    rows = parts[0].rows
+                    _write_part(work_dir, number, rows, pairs, lost, request)
                     num_rows = number * PART_LINES + len(rows)
                     console.say(f"{output}: {num_rows:,} of {count(text.num_rows, 'line')}")
-                number += 1
         if process_group.is_first:
             sweep(output)
             with whole_dir(output) as directory:
-                record = _collect(work_dir, number, request, settings, directory)
+                num_parts = -(-text.num_rows // PART_LINES)
+                record = _collect(work_dir, num_parts, request, settings, directory)
             shutil.rmtree(work_dir)
             console.say(f"dropped: {dropped.format_counts(record['dropped'])}")
             console.say(f"{output}: {count(record['num_pairs'], 'pair')}")
@@ -432,9 +427,7 @@ def _judge(
 ) -> tuple[list[Candidate], list[_Lost]]:
     """Return the pairs that are kept, by row, and the row and the reason of each dropped one.
 
-    Args:
-        parts: the same part of the text, as each engine translated it.
-        pair_rules: judges the pairs.
+    `parts` are the same part of the text, as each engine translated it.
     """
     lost = [entry for part in parts for entry in part.lost]
     candidates = [candidate for part in parts for candidate in part.candidates]
@@ -456,8 +449,8 @@ def _early_reason(line: str, is_repeat: bool) -> str | None:
 
 def _score(
     judge: Translator, pairs: list[Candidate], lost: list[_Lost], is_back: bool
-) -> tuple[list[Candidate], list[_Lost], list[float]]:
-    """Return the judge's mean log-probability per token of the real side of each pair.
+) -> tuple[list[Candidate], list[_Lost]]:
+    """Set each pair's `agreement`: the judge's mean log-probability per token of its real side.
 
     Pairs with a side of more tokens, eos included, than the training of the judge had are lost.
     """
@@ -473,7 +466,9 @@ def _score(
             kept.append(pair)
             encoded.append((EncodedSource(src, text=text), tgt))
     log_probs = judge.score([src for src, _ in encoded], [tgt for _, tgt in encoded])
-    return kept, sorted(lost), [sum(row) / len(row) for row in log_probs]
+    means = [sum(row) / len(row) for row in log_probs]
+    kept = [pair._replace(agreement=mean) for pair, mean in zip(kept, means, strict=True)]
+    return kept, sorted(lost)
 
 
 def _write_part(
@@ -481,16 +476,11 @@ def _write_part(
     number: int,
     block: Sequence[Pair],
     pairs: Sequence[Candidate],
-    lost: Sequence[tuple[int, str]],
+    lost: Sequence[_Lost],
     request: AugmentRequest,
-    agreement: Sequence[float] | None,
 ) -> None:
     with whole_file(_part_path(work_dir, number, _PAIRS)) as path:
-        entries = (
-            _entry(block[pair.row], pair, request, agreement[index] if agreement else None)
-            for index, pair in enumerate(pairs)
-        )
-        _write_entries(path, entries)
+        _write_entries(path, (_entry(block[pair.row], pair, request) for pair in pairs))
     with (
         whole_file(_part_path(work_dir, number, _DROPPED)) as path,
         dropped.open_writer(path) as writer,
@@ -502,13 +492,13 @@ def _write_part(
         path.write_text(json.dumps(part._asdict()), encoding="utf-8")
 
 
-def _entry(row: Pair, pair: Candidate, request: AugmentRequest, agreement: float | None) -> Tree:
+def _entry(row: Pair, pair: Candidate, request: AugmentRequest) -> Tree:
     entry: Tree = {"src": pair.src, "tgt": pair.tgt, "file": row.src_file, "line": row.line}
     if request.options.needs_scores:
         entry["log_prob"] = round(pair.log_prob, _DIGITS)
         entry["score"] = round(pair.score, _DIGITS)
-    if agreement is not None:
-        entry["agreement"] = round(agreement, _DIGITS)
+    if pair.agreement is not None:
+        entry["agreement"] = round(pair.agreement, _DIGITS)
     return entry
 
 

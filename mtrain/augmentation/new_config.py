@@ -39,12 +39,9 @@ class AugmentReport:
 
 
 def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config:
-    """Return a config with a corpus folder added, and a run folder of its own.
+    """Return a config with the corpus folder `output` added, and a run folder of its own.
 
-    Args:
-        config: the config of the training without the corpus.
-        output: the corpus folder.
-        options: only `weight`, `tag` and `until` are used.
+    Of the options, only `weight`, `tag` and `until` are used.
 
     Raises:
         ConfigError: if a value is not valid, or the tokenizer of `init_from` lacks the tag.

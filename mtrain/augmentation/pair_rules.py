@@ -32,15 +32,13 @@ class Candidate(NamedTuple):
     flags: tuple[str, ...] = ()  # of the translation
     log_prob: float = 0.0
     score: float = 0.0
+    agreement: float | None = None  # the judge's mean log-probability per token
 
 
 class PairRules:
-    """Judges synthetic pairs by statistics of the real ones.
+    """Judges synthetic pairs by statistics of the real ones, and by the held-out corpora of `data`.
 
-    Args:
-        data: names the held-out corpora.
-        real: the real training text.
-        directory: the folder of temporary files.
+    Temporary files are written to `directory`.
 
     Raises:
         DataError: if a corpus cannot be read.

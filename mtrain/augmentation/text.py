@@ -48,12 +48,8 @@ def real_text(train: TrainText) -> list[Corpus]:
 def find_repeats(rows: Iterable[Pair], directory: Path) -> tuple[Flags, Flags]:
     """Return for the source and the target of each row whether it occurs in an earlier row.
 
-    Case and punctuation are ignored. Memory holds two bytes a row, and about `_PASS_LINES` keys at
-    a time.
-
-    Args:
-        rows: the text, which is read once.
-        directory: an empty folder for temporary files.
+    Case and punctuation are ignored. The rows are read once, and their keys written to `directory`,
+    an empty folder. Memory holds two bytes a row, and about `_PASS_LINES` keys at a time.
     """
     paths = [directory / name for name in ("src.keys", "tgt.keys")]
     for path in paths:
@@ -62,10 +58,7 @@ def find_repeats(rows: Iterable[Pair], directory: Path) -> tuple[Flags, Flags]:
     while block := list(islice(rows, _BLOCK_LINES)):
         for path, side in zip(paths, ("src", "tgt"), strict=True):
             lines = [getattr(row, side) for row in block]
-            keys = (
-                measure(lines, Feature.KEY).keys if any(lines) else np.zeros(len(lines), np.uint64)
-            )
-            append(path, keys.tobytes())
+            append(path, measure(lines, Feature.KEY).keys.tobytes())
     src, tgt = map(_repeated, paths)
     return src, tgt
 
