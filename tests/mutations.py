@@ -1231,7 +1231,7 @@ AUDIT = [
     Mutation(
         "windows have no neighbours",
         "mtrain/audit/misalignment.py",
-        "after = np.concatenate([following.tgt, edge])[:MAX_OFFSET] if following else edge",
+        "after = np.concatenate([following.tgt, edge])[:MAX_OFFSET]",
         "after = edge",
         "tests/audit/test_misalignment.py",
     ),

@@ -26,14 +26,7 @@ from mtrain.audit.scan import TRAIN, Scan, corpora, scan_corpora
 from mtrain.config.corpora import bidirectional_corpora, corpora_of, weight_of
 from mtrain.config.sections import CLEAN, Config, DataConfig
 from mtrain.corpus.dropped import format_counts, format_remedy
-from mtrain.corpus.reader import (
-    FileNotes,
-    FilePair,
-    Reader,
-    TextBlock,
-    possible_header,
-    size_of,
-)
+from mtrain.corpus.reader import FileNotes, FilePair, Reader, TextBlock, possible_header, size_of
 from mtrain.io.lines import Advance
 from mtrain.io.text_width import count
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -165,7 +158,6 @@ def _judge(
     shifts = {}
     if scan.reader.num_pairs >= misalignment.MIN_PAIRS:
         shifts = {shift.first: shift for shift in misalignment.find(scan.records.windows)}
-    shift_starts = np.array(list(shifts), np.int64)
     lists.details["shift"] = lambda pair: {
         "last": _place(scan.reader, shifts[pair].last),
         "offset": shifts[pair].offset,
@@ -177,10 +169,8 @@ def _judge(
         counts.update(filter(None, rules.drop_reasons(dropping, pairs, profile)))
         for rule in RULES:
             lists.add(rule.name, rule.judge(pairs, profile), block)
-        starts = shift_starts[slice(*np.searchsorted(shift_starts, [block.first, end]))]
-        is_start = np.zeros(len(block.src), np.uint8)
-        is_start[starts - block.first] = SideName.BOTH
-        lists.add("shift", is_start, block)
+        is_start = np.isin(np.arange(block.first, end), list(shifts))
+        lists.add("shift", is_start * np.uint8(SideName.BOTH), block)
         for leak in leaks:
             is_leaked = leak.times[block.first : end] > 0
             lists.add(leak.name, is_leaked * np.uint8(leak.side), block)

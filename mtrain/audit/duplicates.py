@@ -79,8 +79,8 @@ class PairHashes(NamedTuple):
 
     @classmethod
     def joined(cls, blocks: Sequence[PairHashes]) -> PairHashes:
-        """Concatenate blocks."""
-        return cls(*map(np.concatenate, zip(NO_HASHES, *blocks, strict=True)))
+        """Concatenate one or more blocks."""
+        return cls(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 NO_HASHES = PairHashes(*(np.zeros(0, np.uint64) for _ in range(3)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,14 +59,11 @@ def find(read: Read) -> list[Shift]:
 def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
     """Add to the targets of each window the `MAX_OFFSET` before and after it."""
     before = edge = np.zeros(MAX_OFFSET, LINE)
-    window: PairWindow | None = None
-    for following in chain(windows, [None]):
-        if window is not None:
-            after = np.concatenate([following.tgt, edge])[:MAX_OFFSET] if following else edge
-            tgt = np.concatenate([before, window.tgt, after])
-            yield window._replace(tgt=tgt)
-            before = window.tgt[-MAX_OFFSET:]
-        window = following
+    end = PairWindow(edge, edge, 0)
+    for window, following in pairwise(chain(windows, [end])):
+        after = np.concatenate([following.tgt, edge])[:MAX_OFFSET]
+        yield window._replace(tgt=np.concatenate([before, window.tgt, after]))
+        before = window.tgt[-MAX_OFFSET:]
 
 
 def _cells(src: Records, tgt: Records) -> list[Ints]:

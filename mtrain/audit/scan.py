@@ -179,8 +179,7 @@ def _read(
     bidirectional = bidirectional_corpora(scan.corpus)
     tagged = {name for name, corpus in corpora_of(scan.corpus) if corpus.tag is not None}
     tables = [Leaks(held_out_scan.exact, held_out_scan.keys) for held_out_scan in held_out]
-    exact_blocks: list[PairHashes] = []
-    key_blocks: list[PairHashes] = []
+    hashes = [(NO_HASHES, NO_HASHES)]  # by exact text, and by keys
     for block in scan.reader.blocks(advance):
         src, tgt = measure(block.src, features), measure(block.tgt, features)
         corpus_name = scan.reader.parts[-1].corpus
@@ -205,9 +204,8 @@ def _read(
         scan.num_held += int(np.count_nonzero(records["is_held"]))
         append(scan.records.path, records.tobytes())
         if scan.name != TRAIN:
-            exact_blocks.append(exact)
-            key_blocks.append(keys)
-    scan.exact, scan.keys = PairHashes.joined(exact_blocks), PairHashes.joined(key_blocks)
+            hashes.append((exact, keys))
+    scan.exact, scan.keys = map(PairHashes.joined, zip(*hashes, strict=True))
     for held_out_scan, table in zip(held_out, tables, strict=True):
         held_out_scan.leaks.append((scan, table))
 
