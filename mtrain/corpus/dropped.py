@@ -105,12 +105,9 @@ def format_remedy(reasons: Iterable[str]) -> str:
 
 
 def none_left(key: str, counts: Mapping[str, int], remedy: str = "") -> DataError:
-    """Return the error for a corpus whose pairs are all dropped.
+    """Return the error for the corpus `key` whose pairs are all dropped.
 
-    Args:
-        key: what names the corpus.
-        counts: of the pairs by reason.
-        remedy: what to change, if not the text and the keys of the config.
+    `remedy` is what to change, if not the text and the keys of the config.
     """
     return DataError(
         f"`{key}` must have a pair that can be used, but all are dropped: "

@@ -27,13 +27,7 @@ from mtrain.config.corpora import (
 from mtrain.config.language_names import name_of
 from mtrain.corpus import synthetic
 from mtrain.errors import DataError
-from mtrain.io.lines import (
-    Advance,
-    Digest,
-    format_undecodable,
-    open_lines,
-    raw_lines,
-)
+from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw_lines
 from mtrain.io.text_lines import LINE_BREAK
 from mtrain.io.text_width import shortened, visible
 
@@ -206,13 +200,12 @@ class _Fields(NamedTuple):
                 )
         return list(dict.fromkeys(needed))
 
-    def of(self, row: object) -> Row | Fault:
+    def of(self, row: Mapping[str, object]) -> Row | Fault:
         """Return source and target of a row."""
         texts, num_breaks = [], 0
         for path in self:
-            value = row
-            has_whole_name = isinstance(row, Mapping) and path in row
-            for key in [path] if has_whole_name else path.split("."):
+            value: object = row
+            for key in [path] if path in row else path.split("."):
                 if not isinstance(value, Mapping) or key not in value:
                     return Fault(f"must have `{path}`, but has {_field_names(row)} instead")
                 value = value[key]
@@ -227,10 +220,10 @@ class _Fields(NamedTuple):
         return Row(texts[0], texts[1], num_breaks)
 
 
-def _field_names(row: object) -> str:
+def _field_names(row: Mapping[str, object]) -> str:
     """Format the names of a row's fields, those of objects with dots."""
     names = []
-    for name, value in row.items() if isinstance(row, Mapping) else ():
+    for name, value in row.items():
         names += [f"{name}.{key}" for key in value] if isinstance(value, Mapping) else [name]
     return shortened(visible(", ".join(names)), 60) or "no fields"
 

@@ -20,7 +20,6 @@ from mtrain.corpus.formats import (
     check_regular,
     is_header,
     paths_of,
-    revision_of,
     table_readers,
 )
 from mtrain.errors import DataError
@@ -296,15 +295,10 @@ def size_of(text: TrainText) -> int:
     return sum(Path(path).stat().st_size for path in filter(os.path.isfile, paths))
 
 
-def files_and_revisions(data: DataConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the distinct local files of all corpora, and {name: commit} of their hub data sets."""
+def all_corpora(data: DataConfig) -> list[Corpus]:
+    """Return the corpora of the training, validation and test text."""
     train = [named.corpus for named in corpora_of(data.train)]
-    files: list[str] = []
-    revisions: dict[str, str] = {}
-    for corpus in (*train, data.valid, *data.tests.values()):
-        files += paths_of(corpus)
-        revisions |= revision_of(corpus)
-    return list(dict.fromkeys(files)), revisions
+    return [*train, data.valid, *data.tests.values()]
 
 
 def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> dict[str, str]:

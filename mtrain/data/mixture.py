@@ -55,12 +55,10 @@ class Mixture:
         self.num_pairs = sum(corpus.num_pairs for corpus in corpora)
         self.counts = apportion(self.num_pairs, [corpus.weight for corpus in corpora])
         self.num_windows = -(-self.num_pairs // window_pairs)
-        self.firsts = np.cumsum([0, *(self._size(number) for number in range(self.num_windows))])
+        self.firsts = np.array([self._first(window) for window in range(self.num_windows + 1)])
 
-    def _size(self, window: int) -> int:
-        return sum(
-            self._until(count, window + 1) - self._until(count, window) for count in self.counts
-        )
+    def _first(self, window: int) -> int:
+        return sum(self._until(count, window) for count in self.counts)
 
     def _until(self, count: int, window: int) -> int:
         """Return how many of a corpus's `count` pairs per epoch are in windows before `window`."""

@@ -21,9 +21,9 @@ from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
 from mtrain.corpus.reader import (
     FileMark,
+    all_corpora,
     changed_files,
     count_pairs,
-    files_and_revisions,
     possible_header,
     read_pairs,
 )
@@ -212,8 +212,13 @@ def _scan(
         "init_from": config.training.init_from,
         "kept_tokenizer": fingerprint,
     }
-    files, commits = files_and_revisions(data)
-    revisions = {name: {"revision": commit} for name, commit in commits.items()}
+    corpora = all_corpora(data)
+    files = list(dict.fromkeys(file for corpus in corpora for file in paths_of(corpus)))
+    revisions = {
+        name: {"revision": commit}
+        for corpus in corpora
+        for name, commit in revision_of(corpus).items()
+    }
     try:
         earlier = json.loads(path.read_text("utf-8"))
         marks, sizes = dict(earlier["marks"]), dict(earlier["sizes"])
@@ -237,7 +242,7 @@ def _scan(
             stale.unlink()
     stats = {file: Path(file).stat() for file in filter(os.path.exists, files)}  # before reading
     scans = scan_corpora(data, work_dir)
-    _check_scans(scans, data, console)
+    sizes = _check_scans(scans, data, console)
     checksums = {
         notes.path: notes.sha256
         for scan in scans
@@ -250,10 +255,6 @@ def _scan(
         )._asdict()
         for file, stat in stats.items()
     } | revisions
-    counts = Counter[str]()
-    for part in scans[-1].reader.parts:
-        counts[part.corpus or "data.train"] += part.num_pairs
-    sizes = dict(counts)
     flush(scans[-1].records.path)
     write_lines(path, [json.dumps({"settings": settings, "marks": marks, "sizes": sizes})])
     return marks, sizes
@@ -268,10 +269,11 @@ def _check_unchanged(marks: Tree, work_dir: Path) -> None:
         )
 
 
-def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> None:
+def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> dict[str, int]:
     """Reject corpora without pairs, and weights with which an epoch has no pair of a corpus.
 
-    Prints notes on what looks like a header, and on line breaks within fields.
+    Prints notes on what looks like a header, and on line breaks within fields. Returns the size of
+    each training corpus in pairs.
     """
     num_pairs, num_broken = Counter[str](), Counter[str]()
     for scan in scans:
@@ -291,11 +293,12 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
             shown = text_width.count(num_pairs_broken, "pair")
             console.say(f"{name}: line breaks within fields are spaces now, in {shown}")
     train = corpora_of(data.train)
+    sizes = {named.name: num_pairs[named.name] for named in train}
     weights = [
-        weight_of(num_pairs[named.name], named.corpus.weight, data.temperature) for named in train
+        weight_of(sizes[named.name], named.corpus.weight, data.temperature) for named in train
     ]
-    total = sum(num_pairs[named.name] for named in train)
-    encode.check_shares([named.name for named in train], weights, total)
+    encode.check_shares(list(sizes), weights, sum(sizes.values()))
+    return sizes
 
 
 def _train_tokenizer(
@@ -306,12 +309,8 @@ def _train_tokenizer(
     Pairs of synthetic corpora are left out.
     """
     corpora, num_pairs = corpora_of(config.data.train), sum(sizes.values())
-    is_real = np.concatenate(
-        [
-            np.full(sizes[named.name], not isinstance(named.corpus, SyntheticCorpus))
-            for named in corpora
-        ]
-    )
+    are_real = [not isinstance(named.corpus, SyntheticCorpus) for named in corpora]
+    is_real = np.repeat(are_real, [sizes[named.name] for named in corpora])
     is_kept, counts = np.zeros(num_pairs, bool), Counter[str]()
     for first in range(0, num_pairs, _BLOCK_PAIRS):
         reasons = pair_filter.reasons(first, min(_BLOCK_PAIRS, num_pairs - first))
@@ -457,10 +456,7 @@ def _mark_texts(data: DataConfig) -> Tree:
 
 def _mark_tests(data: DataConfig, new: Iterable[Corpus], marks: Tree) -> Tree:
     """Drop the marks of files that no corpus names any more, and add those of new test sets."""
-    train = (named.corpus for named in corpora_of(data.train))
-    needed = {
-        path for text in (data.valid, *train, *data.tests.values()) for path in paths_of(text)
-    }
+    needed = {path for corpus in all_corpora(data) for path in paths_of(corpus)}
     marks = {
         name: mark
         for name, mark in marks.items()
