@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from mtrain.config import config_file
-from mtrain.config.config_file import HEAD, dump_inline, write_schema_beside
+from mtrain.config.config_file import dump_inline, write_schema_beside
 from mtrain.data.prepare import prepare
 from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
@@ -23,7 +23,6 @@ from mtrain.run.run_dir import RunDir
 from mtrain.training.trainer import train
 
 _CONFIG = """\
-{head}\
 # The demo: a small Transformer on a small grammar, minutes on a laptop.
 run_dir: "{run_dir}"
 data:
@@ -50,9 +49,9 @@ training:
 
 
 def config_text(corpus: str, run_dir: str) -> str:
-    """Return the YAML text of the demo's config."""
+    """Return the YAML text of the demo's config, without the line that names its schema."""
     corpus, run_dir = (dump_inline(path)[1:-1] for path in (corpus, run_dir))  # without quotes
-    return _CONFIG.format(corpus=corpus, run_dir=run_dir, head=HEAD)
+    return _CONFIG.format(corpus=corpus, run_dir=run_dir)
 
 
 def write_corpus(directory: Path) -> None:
@@ -71,7 +70,8 @@ def demo(directory: Path, console: Console) -> None:
     """
     config_file.check_utf8([directory])
     corpus, config_path = directory / "corpus", directory / "demo.yaml"
-    if RunDir(directory).config_path.is_file() and not config_path.is_file():
+    run = RunDir(directory)
+    if run.config_path.is_file() and not config_path.is_file():
         raise RunError(
             f"{directory}: must be new, or hold a demo, but holds another run instead; name "
             "another DIR."
@@ -81,9 +81,9 @@ def demo(directory: Path, console: Console) -> None:
             write_corpus(partial_dir)
     if not config_path.is_file():
         with whole_file(config_path) as partial_path:
-            text = config_text(str(corpus), str(directory)).removeprefix(HEAD)
-            partial_path.write_text(write_schema_beside(config_path) + text, encoding="utf-8")
-    config, run = config_file.load(config_path), RunDir(directory)
+            text = write_schema_beside(config_path) + config_text(str(corpus), str(directory))
+            partial_path.write_text(text, encoding="utf-8")
+    config = config_file.load(config_path)
     prepare(config, run, console)
     if run.model_path.exists():
         console.say(f"{directory}: trained already")

@@ -135,13 +135,8 @@ def break_down(
 ) -> Breakdown:
     """Return the scores of groups of lines, and the best and the worst lines, of a system.
 
-    Args:
-        test: the test set.
-        system: its name.
-        hypotheses: its translation of the test set.
-        options: which metrics are computed, and how.
-        training_counts: how often the training text has each word of the sources, by unit, if
-            known.
+    `training_counts`, if known, is how often the training text has each word of the sources, by
+    unit.
     """
     unit = unit_of(test.src)
     words = [split_words(line, unit) for line in test.src]

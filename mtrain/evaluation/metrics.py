@@ -165,8 +165,7 @@ class ScoringOptions:
 def language_tokenizer(tgt_lang: str) -> str | None:
     """Return sacreBLEU's tokenizer for a target language; None if it is the default, 13a.
 
-    Args:
-        tgt_lang: a code such as zh, zh-TW or tha_Thai.
+    `tgt_lang` is a code such as zh, zh-TW or tha_Thai.
     """
     return next(filter(_is_installed, _fitting_tokenizers(tgt_lang)), None)
 

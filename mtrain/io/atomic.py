@@ -218,8 +218,7 @@ def only_process(lock_path: Path, busy: str, wait_s: float = 0.0) -> Iterator[No
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write a UTF-8 file of lines, whole or not at all."""
     with whole_file(path) as beside, beside.open("w", encoding="utf-8", newline="\n") as stream:
-        for line in lines:
-            stream.write(line + "\n")
+        stream.writelines(line + "\n" for line in lines)
 
 
 def append(path: Path, data: bytes) -> None:

@@ -172,7 +172,6 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return one line of text for each list of ids; line breaks become spaces."""
-        lines: list[str]
         if len(ids) < _NUM_BATCHED:
             lines = [self._processor.decode(list(row)) if row else "" for row in ids]
         else:

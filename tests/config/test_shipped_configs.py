@@ -41,8 +41,8 @@ def test_a_shipped_config_has_a_run_folder_of_its_own_name_and_a_test_set(name: 
 
 
 def test_the_shipped_demo_config_equals_the_one_that_the_demo_writes() -> None:
-    written = demo.config_text("data/demo", "runs/demo").encode()
-    assert (DIRECTORY / "demo.yaml").read_bytes() == written
+    written = config_file.HEAD + demo.config_text("data/demo", "runs/demo")
+    assert (DIRECTORY / "demo.yaml").read_bytes() == written.encode()
 
 
 @pytest.mark.parametrize("name", ["demo.yaml", *VARIANTS])
