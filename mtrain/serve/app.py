@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, Router
 
 from mtrain.config.language_names import name_of
 from mtrain.decode.formats import as_tree
+from mtrain.io.text_width import count
 from mtrain.serve import page
 from mtrain.serve.fields import Fields, read_fields, read_texts, read_translation
 from mtrain.serve.languages import Detected
@@ -42,13 +43,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _PAGE_TIMEOUT_MS = 500  # how long LibreTranslate's page waits for more typing
 _RETRY_SOON = {"Retry-After": "1"}  # in seconds
-
-
-class _JsonResponse(Response):
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=False).encode("utf-8")
 
 
 class Server:
@@ -115,7 +109,7 @@ class Server:
 
         def translate(cancel: threading.Event) -> tuple[list[TranslatedText], Response]:
             results = self._translations.translate(translation_request, timeout_s, cancel)
-            return results, _JsonResponse(_answer_tree(translation_request, results, is_list))
+            return results, JSONResponse(_answer_tree(translation_request, results, is_list))
 
         translated = await self._in_thread(request, translate)
         if translated is None:
@@ -123,7 +117,7 @@ class Server:
         results, response = translated
         num_chars = sum(map(len, texts))
         self._metrics.add(len(texts), num_chars)
-        request.state.num_texts, request.state.num_chars = len(texts), num_chars
+        request.state.note = f", {count(len(texts), 'text')}, {count(num_chars, 'character')}"
         if self._settings.log_text:
             for text, result in zip(texts, results, strict=True):
                 shown = json.dumps([text, result.text], ensure_ascii=False)
@@ -136,13 +130,12 @@ class Server:
         self._check_client(request, fields)
         texts, _ = read_texts(fields, self._settings)
         ranked = self._translations.detector.rank("\n".join(texts))
-        return _JsonResponse([_detected_tree(language) for language in ranked])
+        return JSONResponse([_detected_tree(language) for language in ranked])
 
     def _settings_tree(self) -> dict[str, Any]:
         settings, translations = self._settings, self._translations
         source = translations.sources[0]
-        targets = [code for code in translations.targets(source) if code != source]
-        target = targets[0] if targets else source
+        target = next((code for code in translations.targets(source) if code != source), source)
         return {
             "charLimit": settings.max_chars,
             "frontendTimeout": _PAGE_TIMEOUT_MS,
@@ -280,7 +273,7 @@ async def _wait_until_gone(request: Request) -> None:
 
 
 async def _show(content: object, request: Request) -> Response:
-    return _JsonResponse(content)
+    return JSONResponse(content)
 
 
 async def _refuse(text: str, request: Request) -> Response:
@@ -291,13 +284,13 @@ async def _answer_no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, NoRouteError)
     source, target = error.source, error.target
     text = f"{name_of(target)} ({target}) is not available as a target language from "
-    return _JsonResponse({"error": f"{text}{name_of(source)} ({source})"}, 400)
+    return JSONResponse({"error": f"{text}{name_of(source)} ({source})"}, 400)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _JsonResponse({"error": error.detail}, error.status_code, error.headers)
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
 
 async def _answer_exception(request: Request, error: Exception) -> Response:
-    return _JsonResponse({"error": "Internal server error"}, 500)
+    return JSONResponse({"error": "Internal server error"}, 500)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Collection
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtrain.io.text_width import count
 from mtrain.serve.metrics import Metrics
 from mtrain.serve.settings import ServerSettings
 
@@ -133,16 +131,11 @@ class RequestMiddleware:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else _OTHER
         self._metrics.add_request(path, status, seconds)
-        state = scope["state"]
-        texts = ""
-        if "num_texts" in state:
-            texts = (
-                f", {count(state['num_texts'], 'text')}, {count(state['num_chars'], 'character')}"
-            )
-        logger.info("%s", f"{scope['method']} {path} {status} {seconds * 1000:.0f} ms{texts}")
+        note = scope["state"].get("note", "")  # of the application: how much was translated
+        logger.info("%s", f"{scope['method']} {path} {status} {seconds * 1000:.0f} ms{note}")
 
 
 def _closing(error: HTTPException) -> Response:
     """Return an answer that closes the connection: the rest of the body may still come."""
-    headers = {"Content-Type": "application/json", "Connection": "close", **(error.headers or {})}
-    return Response(json.dumps({"error": error.detail}), error.status_code, headers)
+    headers = {"Connection": "close", **(error.headers or {})}
+    return JSONResponse({"error": error.detail}, error.status_code, headers)

@@ -6,14 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from mtrain.decode.formats import (
-    Link,
-    Translation,
-    join,
-    number_words,
-    texts_of,
-    word_starts,
-)
+from mtrain.decode.formats import Link, Translation, join, number_words, texts_of, word_starts
 from mtrain.tokenizer.sentencepiece import DECODED_UNKNOWN
 
 
@@ -42,8 +35,7 @@ def _parts(tokens: Sequence[str]) -> Iterator[Translation]:
     first = 0
     for end, token in enumerate(tokens):
         if token == tokens[-1]:  # eos
-            decoded = tokens[first:end]
-            pieces = [DECODED_UNKNOWN if piece == "<unk>" else piece for piece in decoded]
+            pieces = [DECODED_UNKNOWN if piece == "<unk>" else piece for piece in tokens[first:end]]
             numbered = enumerate(number_words(pieces), first)
             links = tuple(Link(number, word) for number, words in numbered for word in words)
             yield Translation("".join(texts_of(pieces)).lstrip(" "), alignment=links)
