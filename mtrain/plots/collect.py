@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mtrain.config.sections import Config
 from mtrain.data import prepare
@@ -272,7 +271,7 @@ def attention(translator: Translator, run: RunDir, sentence: str | None) -> Atte
         tgt.pieces_of(batch.tgt_in_BT[0].tolist()),
         tgt.pieces_of(batch.tgt_out_BT[0].tolist()),
         {
-            kind: [_as_array(layer_BHTS[0]) for layer_BHTS in layers]
+            kind: [layer_BHTS[0].numpy(force=True) for layer_BHTS in layers]
             for kind, layers in maps._asdict().items()
         },
     )
@@ -284,13 +283,13 @@ def position_tables(config: Config, translator: Translator | None) -> dict[str, 
     Learned encodings are those of the translator's model.
     """
     if config.model.positions == "sinusoidal":
-        return {"sinusoidal": _as_array(sinusoids(_SINUSOIDAL_POSITIONS, config.model.d_model))}
+        return {"sinusoidal": sinusoids(_SINUSOIDAL_POSITIONS, config.model.d_model).numpy()}
     assert translator is not None, "learned positions are weights of the model"
     model, count = translator.model, config.model.max_positions or 0
     indices = torch.arange(count, device=translator.device)
     return {
-        "learned, source": _as_array(model.src_positions(indices, count, torch.float32)),
-        "learned, target": _as_array(model.tgt_positions(indices, count, torch.float32)),
+        "learned, source": model.src_positions(indices, count, torch.float32).numpy(force=True),
+        "learned, target": model.tgt_positions(indices, count, torch.float32).numpy(force=True),
     }
 
 
@@ -347,8 +346,3 @@ def padding(sizes: Sequence[BatchSize]) -> float:
     """Return the fraction of the positions of batches that is padding."""
     num_positions = sum(size.num_positions for size in sizes)
     return 1 - sum(size.num_tokens for size in sizes) / num_positions
-
-
-def _as_array(tensor: Tensor) -> Floats:
-    array: Floats = tensor.detach().cpu().numpy()
-    return array
