@@ -163,9 +163,6 @@ def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[in
     """Copy a model's weights into `spec`; a bias keeps `masked_ids` from being generated."""
     weights = {name: _as_array(weight) for name, weight in model.state_dict().items()}
 
-    def fill_linear(linear: Any, name: str) -> None:
-        linear.weight, linear.bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-
     def fill_norm(norm: Any, name: str) -> None:
         norm.gamma, norm.beta = weights[f"{name}.weight"], weights[f"{name}.bias"]
 
@@ -198,14 +195,15 @@ def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[in
                 linears["cross_attention.output"] = layer.attention.linear[2]
                 norms.insert(1, layer.attention.layer_norm)
             for module, linear in linears.items():
-                fill_linear(linear, f"{name}.{index}.{module}")
+                linear.weight = weights[f"{name}.{index}.{module}.weight"]
+                linear.bias = weights[f"{name}.{index}.{module}.bias"]
             for number, norm in enumerate(norms, start=1):
                 fill_norm(norm, f"{name}.{index}.residual_{number}.norm")
 
 
 def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
     # a copy, because quantization writes into it
-    return np.array(tensor.detach().cpu().numpy(), np.float32)
+    return np.array(tensor.numpy(force=True), np.float32)
 
 
 def _wait(future: Future[T], limits: SearchLimits) -> T:

@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -292,19 +292,14 @@ load = MarianModel  # the `load` of the `Exporter` protocol
 @contextmanager
 def _quiet() -> Iterator[Any]:
     """Yield transformers, without its progress bars and warnings."""
-    disabled_level = logging.root.manager.disable
-    logging.disable(max(disabled_level, logging.WARNING))
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            import transformers
-            from transformers.utils import logging as transformers_logging
+    with ExitStack() as restored, warnings.catch_warnings(action="ignore"):
+        disabled_level = logging.root.manager.disable
+        restored.callback(logging.disable, disabled_level)
+        logging.disable(max(disabled_level, logging.WARNING))
+        import transformers
+        from transformers.utils import logging as transformers_logging
 
-            has_bars = transformers_logging.is_progress_bar_enabled()
+        if transformers_logging.is_progress_bar_enabled():
+            restored.callback(transformers_logging.enable_progress_bar)
             transformers_logging.disable_progress_bar()
-            try:
-                yield transformers
-            finally:
-                if has_bars:
-                    transformers_logging.enable_progress_bar()
-    finally:
-        logging.disable(disabled_level)
+        yield transformers

@@ -43,6 +43,7 @@ A translator from {src} to {tgt} for {title}, trained and exported by mtrain {ve
 ## Licence
 
 {licence}
+The texts that it was trained on have licences of their own.
 
 ## Scores
 
@@ -116,6 +117,9 @@ def readme(
         "max_length": config.data.max_tokens + config.decoding.max_extra_tokens,
         "num_positions": longest(config, exporter.MIN_POSITIONS),
     }
+    published = "Not stated. Whoever publishes this model names one in `license` above."
+    if licence is not None:
+        published = f"This model is published under `{licence}`."
     return _CARD.format(
         front=yaml.safe_dump(tree, sort_keys=False, allow_unicode=True),
         src=src,
@@ -124,7 +128,7 @@ def readme(
         version=__version__,
         use=exporter.USE.format(**fields),
         notes=exporter.NOTES.format(**fields),
-        licence="\n".join(_licence(licence)),
+        licence=published,
         scores="\n".join(_scores(config, results)),
         sizes="\n".join(_sizes(run, translator)),
         data="\n".join(_data(run, translator.tokenizer)),
@@ -138,14 +142,6 @@ def _languages(codes: Sequence[str]) -> dict[str, list[str]]:
     fields = {"language": list(dict.fromkeys(code for code in primary if 2 <= len(code) <= 3))}
     longer = [code for code in codes if code not in fields["language"]]
     return fields | ({"language_bcp47": longer} if longer else {})
-
-
-def _licence(licence: str | None) -> Iterator[str]:
-    if licence is not None:
-        yield f"This model is published under `{licence}`."
-    else:
-        yield "Not stated. Whoever publishes this model names one in `license` above."
-    yield "The texts that it was trained on have licences of their own."
 
 
 def _scores(config: Config, results: Sequence[TestResult]) -> Iterator[str]:

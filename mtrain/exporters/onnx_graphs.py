@@ -85,9 +85,7 @@ class EncoderGraph(nn.Module):
         """Return the memory [B, S, D] of sources [B, S], whose mask is 1 at tokens."""
         model, window = self.model, self.model.config.attention_window
         position_S = torch.arange(input_ids.shape[1])
-        x_BSD = _embed(
-            F.embedding(input_ids, model.src_embedding.weight), model.src_positions, position_S
-        )
+        x_BSD = _embed(model.src_embedding(input_ids), model.src_positions, position_S)
         keep = attention_mask[:, None, None, :] != 0
         if window is not None:
             keep = keep & ((position_S[:, None] - position_S).abs() <= window)
@@ -125,9 +123,7 @@ class DecoderGraph(nn.Module):
             keep = keep & (behind <= config.attention_window)
         src_keep = encoder_attention_mask[:, None, None, :] != 0
         new_memory_BSD = encoder_hidden_states[:, cache[2].shape[2] :]
-        x_BTD = _embed(
-            F.embedding(input_ids, model.tgt_embedding.weight), model.tgt_positions, position_T
-        )
+        x_BTD = _embed(model.tgt_embedding(input_ids), model.tgt_positions, position_T)
         present: list[Tensor] = []
         for index, layer in enumerate(model.decoder):
             past = cache[4 * index : 4 * index + 4]

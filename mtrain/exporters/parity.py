@@ -5,7 +5,6 @@ Imports none of the libraries: they are called through `ExportedModel`.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,9 +170,7 @@ def _same_text(translator: Translator, exported: ExportedModel, ids: Ids) -> lis
     unk = translator.tokenizer.tgt.unk
     texts = zip(ids, translator.tokenizer.tgt.decode(ids), exported.decode(ids), strict=True)
     return [
-        unk in row
-        or REPLACEMENT in ours
-        or re.sub(r"\s+", " ", ours).strip() == re.sub(r"\s+", " ", theirs).strip()
+        unk in row or REPLACEMENT in ours or ours.split() == theirs.split()
         for row, ours, theirs in texts
     ]
 
