@@ -36,7 +36,6 @@ _RAW = frozenset(_NAMES.findall("iframe noembed noframes script style textarea x
 _VOID = frozenset(  # without an end tag
     _NAMES.findall("area base br col embed hr img input link meta param source track wbr")
 )
-_COMMENT = re.compile(r"<!--(?:-?>|.*?--!?>)", re.DOTALL)
 _LISTS = frozenset({"ul", "ol", "menu"})
 _BLOCKS = frozenset(
     _NAMES.findall(
@@ -52,7 +51,12 @@ _OPEN_ENDED = {  # elements whose end tag may be left out: the start tags and en
     **dict.fromkeys(("td", "th"), (frozenset({"td", "th", "tr"}), frozenset({"table"}))),
     **dict.fromkeys(("dt", "dd"), (frozenset({"dt", "dd"}), frozenset({"dl"}))),
 }
-_NAME = re.compile(r"[a-zA-Z][^\s/>]*")
+_MARKUP = re.compile(
+    r"<(?P<slash>/?)(?P<name>[a-zA-Z][^\s/>]*)"  # a tag up to its attributes
+    r"|<!--(?:-?>|.*?--!?>|.*)"  # a comment; without an end, it is the rest of the text
+    r"|<[/!?][^>]*>?",  # such as a doctype
+    re.DOTALL,
+)
 _TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
 _FOREIGN = frozenset({"svg", "math"})  # `/>` ends them, unlike the elements of HTML
 _ATTRIBUTE = re.compile(r"([^\s=/>]+)(?:\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]*))?")
@@ -72,48 +76,29 @@ class _HtmlToken(NamedTuple):
 
 def _tokens(text: str) -> Iterator[_HtmlToken]:
     """Cut HTML into tokens; the raw texts of all of them, joined, are the HTML."""
-    at, length = 0, len(text)
-    while at < length:
-        start = text.find("<", at)
-        if start < 0:
-            start = length
-        following = text[start + 1 : start + 2]
-        is_end = following == "/"
-        named = _NAME.match(text, start + 1 + is_end)
-        if start < length and named is None and not (is_end or following in ("!", "?")):
-            start = text.find("<", start + 1)  # this `<` is text
-            start = length if start < 0 else start
-            yield _HtmlToken("text", text[at:start])
-            at = start
-            continue
+    at = 0
+    while markup := _MARKUP.search(text, at):
+        start, is_end = markup.start(), bool(markup["slash"])
         if start > at:
             yield _HtmlToken("text", text[at:start])
-        if start == length:
-            return
-        if named is None:
-            at = _end_of_comment(text, start)
-            yield _HtmlToken("other", text[start:at])
+        if markup["name"] is None:
+            at = markup.end()
+            yield _HtmlToken("other", markup[0])
             continue
-        at = _end_of_tag(text, named.end())
-        name, raw = named[0].lower(), text[start:at]
+        at = _end_of_tag(text, markup.end())
+        name, raw = markup["name"].lower(), text[start:at]
         if name in _FOREIGN and raw.endswith("/>"):
             yield _HtmlToken("other", raw)
             continue
         yield _HtmlToken("end" if is_end else "start", raw, name)
         if not is_end and name in _RAW:
             closing = re.compile(f"</{name}", re.IGNORECASE).search(text, at)
-            end = closing.start() if closing else length
+            end = closing.start() if closing else len(text)
             if end > at:
                 yield _HtmlToken("other", text[at:end])
             at = end
-
-
-def _end_of_comment(text: str, start: int) -> int:
-    if text.startswith("<!--", start):
-        comment = _COMMENT.match(text, start)
-        return comment.end() if comment else len(text)
-    end = text.find(">", start + 2)
-    return len(text) if end < 0 else end + 1
+    if at < len(text):
+        yield _HtmlToken("text", text[at:])
 
 
 def _end_of_tag(text: str, at: int) -> int:

@@ -133,6 +133,11 @@ def test_without_alignments_each_text_segment_is_translated_alone() -> None:
     assert translated(text, backwards, has_alignment=False) == "<p>ONE <b>TWO</b> THREE</p>"
 
 
+def test_signs_that_begin_no_tag_do_not_cut_a_text_segment() -> None:
+    text = "one < two and three < four"
+    assert HtmlText(text, has_alignment=False).lines == [text]
+
+
 def test_an_element_without_aligned_words_still_encloses_a_word() -> None:
     document = HtmlText("one <a href=x>two</a> three")
     assert document.join([Translation("eins zwei drei", alignment=())]) == (
