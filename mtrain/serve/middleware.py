@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -88,14 +89,14 @@ class RequestMiddleware:
             return
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
-                body = await self._read_body(scope, receive)
+                body = await self._read_body(Request(scope, receive))
         except TimeoutError:
             await _closing(HTTPException(408, "Request Timeout"))(scope, receive, send)
             return
         except HTTPException as error:
             await _closing(error)(scope, receive, send)
             return
-        if body is None:
+        except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -105,28 +106,25 @@ class RequestMiddleware:
 
         await self._app(scope, receive_again, send)
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body; None if the client has gone.
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body.
 
         Raises:
             HTTPException: if it is too large.
+            ClientDisconnect: if the client has gone.
         """
         limit = self._settings.max_body
         error = HTTPException(413, f"Request is too large: at most {limit} bytes are read")
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        length = dict(request.scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
             raise error
         chunks, num_bytes = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            chunks.append(message.get("body", b""))
-            num_bytes += len(chunks[-1])
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            num_bytes += len(chunk)
             if num_bytes > limit:
                 raise error
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+        return b"".join(chunks)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else _OTHER
