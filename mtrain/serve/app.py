@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -39,7 +39,6 @@ from mtrain.serve.words import cut_words, word_probs
 
 logger = logging.getLogger("mtrain")
 T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
 
 _PAGE_TIMEOUT_MS = 500  # how long LibreTranslate's page waits for more typing
 _RETRY_SOON = {"Retry-After": "1"}  # in seconds
@@ -81,23 +80,19 @@ class Server:
         self._threads.shutdown(cancel_futures=True)
 
     def _routes(self) -> list[BaseRoute]:
-        get: dict[str, Handler] = {
-            "/languages": partial(_show, _languages_tree(self._translations)),
-            "/frontend/settings": partial(_show, self._settings_tree()),
-            "/health": partial(_show, {"status": "ok"}),
-            "/spec": partial(_show, openapi(self._settings, self._translations)),
-            "/metrics": self._show_metrics,
-        }
-        post: dict[str, Handler] = {
-            "/translate": self._translate,
-            "/detect": self._detect,
-            "/translate_file": partial(_refuse, "Files translation is disabled on this server."),
-            "/suggest": partial(_refuse, "Suggestions are disabled on this server."),
-        }
+        no_files = partial(_refuse, "Files translation is disabled on this server.")
+        no_suggestions = partial(_refuse, "Suggestions are disabled on this server.")
         routes: list[BaseRoute] = [  # matched in this order: the most frequent ones first
-            Route(path, handler, methods=["POST"]) for path, handler in post.items()
+            Route("/translate", self._translate, methods=["POST"]),
+            Route("/detect", self._detect, methods=["POST"]),
+            Route("/translate_file", no_files, methods=["POST"]),
+            Route("/suggest", no_suggestions, methods=["POST"]),
+            Route("/languages", partial(_show, _languages_tree(self._translations))),
+            Route("/frontend/settings", partial(_show, self._settings_tree())),
+            Route("/health", partial(_show, {"status": "ok"})),
+            Route("/spec", partial(_show, openapi(self._settings, self._translations))),
+            Route("/metrics", self._show_metrics),
         ]
-        routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
         return routes + (page.routes() if self._settings.with_page else [])
 
     async def _translate(self, request: Request) -> Response:
