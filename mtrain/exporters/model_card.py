@@ -77,15 +77,9 @@ def readme(
 ) -> str:
     """Return the model card: use, limits, licence, scores, sizes, data, comparison with the run.
 
-    Args:
-        run: the exported run.
-        translator: the loaded run.
-        exporter: the exporter that wrote the model.
-        export_name: the name of the folder or the file.
-        example: a line to translate.
-        table: the lines of the comparison with the run.
-        results: scores of the run on its test sets.
-        licence: its identifier on the Hugging Face Hub, such as cc-by-4.0.
+    `export_name` is the name of the folder or the file, `example` a line to translate, `table` the
+    lines of the comparison with the run, `results` the scores of the run on its test sets, and
+    `licence` an identifier of the Hugging Face Hub, such as cc-by-4.0.
     """
     config = run.config
     src, tgt = config.data.src_lang, config.data.tgt_lang

@@ -78,10 +78,7 @@ class ParityReport:
 def compare(translator: Translator, exported: ExportedModel, lines: ParallelLines) -> ParityReport:
     """Translate the sources and score the references with the run and with its export.
 
-    Args:
-        translator: the model of the run.
-        exported: its export.
-        lines: text that the model was not trained on; no source is blank.
+    `lines` are text that the model was not trained on; no source is blank.
     """
     searcher = LogProbSearcher(translator, exported.masks_special)
     tokenizer, beam = translator.tokenizer, translator.options.beam

@@ -33,13 +33,10 @@ class Detected(NamedTuple):
 
 
 class LanguageDetector:
-    """Detects which of several languages a text is in; thread-safe.
+    """Detects which of the languages `codes` a text is in; thread-safe.
 
     Attributes:
         detected: the languages that py3langid supports; others are never detected.
-
-    Args:
-        codes: the languages.
     """
 
     def __init__(self, codes: Sequence[str]) -> None:

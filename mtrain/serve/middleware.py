@@ -34,14 +34,10 @@ _HEADERS = [
 class RequestMiddleware:
     """Reads the body of each request, and counts and logs each answer.
 
+    `paths` are those that are served; others are logged without their name.
+
     Attributes:
         connections: those that are open; requests beyond a limit of them are refused.
-
-    Args:
-        app: the application that answers the requests.
-        settings: the limits.
-        metrics: the counters that each request is added to.
-        paths: the paths that are served; others are logged without their name.
     """
 
     def __init__(

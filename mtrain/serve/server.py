@@ -167,12 +167,8 @@ def listen(settings: ServerSettings) -> socket.socket:
 def serve(models: Sequence[Model], settings: ServerSettings, is_ctranslate2: bool = False) -> None:
     """Answer requests until SIGTERM or SIGINT; then finish those that run, in at most `_GRACE_S`.
 
-    The address is logged once connections are accepted.
-
-    Args:
-        models: one for each pair of languages.
-        settings: where to listen, and the limits.
-        is_ctranslate2: the models search with CTranslate2.
+    The address is logged once connections are accepted. `models` has one for each pair of
+    languages; with `is_ctranslate2` they search with CTranslate2.
 
     Raises:
         ConfigError: if two models have the same languages, or the address cannot be used.
