@@ -155,36 +155,25 @@ def _with_skipped(tokens: Iterator[_HtmlToken]) -> Iterator[_HtmlToken]:
 
 
 class _BlockPiece(NamedTuple):
-    """Text or a tag within a block.
+    """Text or a tag within a block."""
 
-    Attributes:
-        raw: the HTML as in the source.
-        text: the unescaped text to translate; None for markup.
-        is_start, is_end: whether a tag opens an element, or closes the innermost open one.
-    """
-
-    raw: str
-    text: str | None = None
-    is_start: bool = False
-    is_end: bool = False
+    raw: str  # the HTML as in the source
+    text: str | None = None  # the unescaped text to translate; None for markup
+    is_start: bool = False  # whether a tag opens an element
+    is_end: bool = False  # whether a tag closes the innermost open element
 
 
 @dataclass
 class _Block:
-    """Text and inline markup between two tags that end a sentence.
-
-    Attributes:
-        pieces: in order.
-        lines: the lines to translate: one, or one for each piece of text.
-        is_whole: whether the text of all pieces is one line.
-    """
+    """Text and inline markup between two tags that end a sentence."""
 
     pieces: list[_BlockPiece] = field(default_factory=list)
     open_elements: list[str] = field(default_factory=list)
-    is_whole: bool = True
+    is_whole: bool = True  # whether the text of all pieces is one line
 
     @property
     def lines(self) -> list[str]:
+        """The lines to translate: one, or one for each piece of text."""
         texts = [piece.text for piece in self.pieces if piece.text]
         if not self.is_whole:
             return [text.strip() for text in texts if has_letters(text)]
@@ -208,12 +197,10 @@ class _Block:
 class HtmlText:
     """The lines of an HTML text.
 
+    If translations have no alignments (`has_alignment`), each piece of text is a line.
+
     Attributes:
         lines: the text of each block, without entities, line breaks and double spaces.
-
-    Args:
-        text: the HTML.
-        has_alignment: whether translations have alignments; else each piece of text is a line.
     """
 
     def __init__(self, text: str, has_alignment: bool = True) -> None:
@@ -277,25 +264,16 @@ def _escaped(text: str) -> str:
 
 @dataclass
 class _TagSpan:
-    """Where markup stands in a text, in characters.
-
-    Attributes:
-        start, end: equal if it holds no text.
-        open_tag, close_tag: the markup; `close_tag` is empty for markup without an end tag.
-        is_after_space, is_before_space: whether it stands beside a space in the source, apart
-            from other markup.
-        is_after_markup: whether other markup without text stands between that space and it.
-        children: the spans within it, in order.
-    """
+    """Where markup stands in a text, in characters."""
 
     start: int
-    end: int = 0
+    end: int = 0  # `start` if it holds no text
     open_tag: str = ""
-    close_tag: str = ""
-    is_after_space: bool = False
-    is_before_space: bool = False
-    is_after_markup: bool = False
-    children: list[_TagSpan] = field(default_factory=list)
+    close_tag: str = ""  # empty for markup without an end tag
+    is_after_space: bool = False  # in the source, apart from other markup
+    is_before_space: bool = False  # likewise
+    is_after_markup: bool = False  # whether other markup without text follows that space
+    children: list[_TagSpan] = field(default_factory=list)  # the spans within it, in order
 
 
 def _read_spans(block: _Block) -> tuple[str, _TagSpan]:

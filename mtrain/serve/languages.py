@@ -21,15 +21,10 @@ def find_code(code: str, codes: Sequence[str]) -> str | None:
 
 
 class Detected(NamedTuple):
-    """A language that a text may be in.
+    """A language that a text may be in."""
 
-    Attributes:
-        code: one of the detector's codes.
-        confidence: in percent.
-    """
-
-    code: str
-    confidence: float
+    code: str  # one of the detector's codes
+    confidence: float  # in percent
 
 
 class LanguageDetector:

@@ -14,38 +14,23 @@ _MIN_KEY_LENGTH = 8  # characters; shorter keys are easily guessed
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server listens, and the limits of its requests.
+    """How a server listens, and the limits of its requests."""
 
-    Attributes:
-        host: the address to listen on.
-        port: 0 is any free one.
-        url_prefix: the path below which everything is served, such as `/translate`; empty is none.
-        max_chars: characters of all texts of a request.
-        max_texts: texts of a request.
-        max_requests: translations at the same time; more are answered 503 at once.
-        timeout_s: seconds that a translation may take.
-        max_body: bytes of a request's body.
-        requests_per_minute: of one client; 0 is no limit.
-        api_keys: keys of which a request must have one; empty is no check.
-        trust_proxy: the addresses or networks of reverse proxies whose `X-Forwarded-For` names the
-            client, with commas between them; * is any, and the first name in the header counts.
-        with_page: serve the page.
-        log_text: log the texts too.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 5000
-    url_prefix: str = ""
-    max_chars: int = 10_000
-    max_texts: int = 100
-    max_requests: int = 128
-    timeout_s: float = 60.0
-    max_body: int = 262_144
-    requests_per_minute: int = 0
-    api_keys: tuple[str, ...] = ()
+    host: str = "127.0.0.1"  # the address to listen on
+    port: int = 5000  # 0 is any free one
+    url_prefix: str = ""  # the path below which all is served, such as `/translate`; empty is none
+    max_chars: int = 10_000  # of all texts of a request
+    max_texts: int = 100  # of a request
+    max_requests: int = 128  # translations at the same time; more are answered 503 at once
+    timeout_s: float = 60.0  # that a translation may take
+    max_body: int = 262_144  # bytes of a request's body
+    requests_per_minute: int = 0  # of one client; 0 is no limit
+    api_keys: tuple[str, ...] = ()  # of which a request must have one; empty is no check
+    # the addresses or networks of reverse proxies whose `X-Forwarded-For` names the client, with
+    # commas between them; * is any, and the first name in the header counts
     trust_proxy: str | None = None
     with_page: bool = True
-    log_text: bool = False
+    log_text: bool = False  # log the texts too
 
     def __post_init__(self) -> None:
         if not self.host:  # it would listen on all addresses

@@ -21,44 +21,27 @@ AUTO = "auto"  # a source that is to be detected
 
 @dataclass(frozen=True)
 class TranslationRequest:
-    """Texts to translate, and how.
-
-    Attributes:
-        texts: plain or HTML.
-        source: a code of `Translations.sources`, or `auto`.
-        target: a code of `Translations.targets`.
-        is_html: the texts are HTML.
-        num_alternatives: the most other translations of each text.
-        with_details: return each line's translation with scores and alignment.
-        prefixes: one for each text; its lines are what the translated lines must begin with.
-    """
+    """Texts to translate, and how."""
 
     texts: Sequence[str]
-    source: str
-    target: str
-    is_html: bool = False
-    num_alternatives: int = 0
-    with_details: bool = False
+    source: str  # a code of `Translations.sources`, or `auto`
+    target: str  # a code of `Translations.targets`
+    is_html: bool = False  # whether the texts are HTML
+    num_alternatives: int = 0  # the most other translations of each text
+    with_details: bool = False  # whether scores and alignments are returned, line by line
+    # one for each text; its lines are what the translated lines must begin with
     prefixes: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
 class TranslatedText:
-    """The translation of one text.
+    """The translation of one text."""
 
-    Attributes:
-        text: the best translation.
-        detected: the language that was detected, if the source was `auto`.
-        pivot: the language between source and target, if no run translates directly.
-        alternatives: other translations, best first.
-        lines: each line and its translation, if details were asked for.
-    """
-
-    text: str
-    detected: Detected | None = None
-    pivot: str | None = None
-    alternatives: tuple[str, ...] = ()
-    lines: tuple[tuple[str, Translation], ...] = ()
+    text: str  # the best translation
+    detected: Detected | None = None  # if the source was `auto`
+    pivot: str | None = None  # the language in between, if no run translates directly
+    alternatives: tuple[str, ...] = ()  # other translations, best first
+    lines: tuple[tuple[str, Translation], ...] = ()  # each line and its translation, if asked for
 
 
 class NoRouteError(Exception):
