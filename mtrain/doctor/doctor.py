@@ -79,7 +79,6 @@ class _RunChecker:
         self.tokenizer: Tokenizer | None = None
         self.has_data = self.has_model = False
         self.whole: dict[int, Path] = {}  # the undamaged checkpoints, by step
-        self.resumable: list[int] = []  # steps with an optimizer state; not all are in `whole`
 
     def results(self) -> Iterator[CheckResult]:
         checks: dict[str, Callable[[], Iterator[CheckResult | str]]] = {
@@ -191,7 +190,6 @@ class _RunChecker:
                 parts = ["model.safetensors"]
                 if checkpoint.is_resumable(path):
                     parts.append("optimizer.safetensors")
-                    self.resumable.append(step)
                 for part in parts:
                     _check_finite(path / part, checkpoint.load_model(path / part, fingerprint))
                 self.whole[step] = path
@@ -296,7 +294,7 @@ class _RunChecker:
         """Return the span between the two newest whole checkpoints with an optimizer state."""
         if not self.has_data:
             raise _Skip("needs whole data")
-        steps = [step for step in self.resumable if step in self.whole]
+        steps = [step for step, path in self.whole.items() if checkpoint.is_resumable(path)]
         if len(steps) < 2:
             raise _Skip(f"needs two checkpoints with optimizer state, but has {len(steps)}")
         first, last = steps[-2:]
