@@ -57,27 +57,19 @@ _Lost = tuple[int, str]  # a row, and the reason why its pair is dropped
 class AugmentRequest:
     """The texts, models and options of an augmentation.
 
-    Attributes:
-        mode: `back` translates targets into sources, `forward` sources into targets, `again` in the
-            direction of each model.
-        texts: the files of monolingual text; none for `again`.
-        with_training_text: whether the real training text is translated, before `texts`.
-        runs: the models; an ensemble, but for `again` each translates by itself.
-        output: the corpus folder.
-        options: how pairs are translated and filtered.
-        loading: how models are loaded.
-
     Raises:
         ConfigError: if `output` has no name, or a path is not UTF-8, as the record of the corpus
             folder is.
     """
 
+    # `back` translates targets into sources, `forward` sources into targets, `again` in the
+    # direction of each model
     mode: Mode
-    texts: Sequence[Path]
-    with_training_text: bool
-    runs: Sequence[RunDir]
-    output: Path
-    options: AugmentOptions
+    texts: Sequence[Path]  # the files of monolingual text; none for `again`
+    with_training_text: bool  # whether the real training text is translated, before `texts`
+    runs: Sequence[RunDir]  # the models; an ensemble, but for `again` each translates by itself
+    output: Path  # the corpus folder
+    options: AugmentOptions  # how pairs are translated and filtered
     loading: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
