@@ -178,12 +178,13 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             )
         engines = [*map(partial(_load_engine, request), request.groups, directions)]
         judge = _load_judge(request)
+        number = num_done
         first = num_done * PART_LINES
         with ExitStack() as stack:
             translated = [
                 stack.enter_context(closing(_translate(engine, text, first))) for engine in engines
             ]
-            for number, parts in enumerate(zip(*translated, strict=True), num_done):
+            for parts in zip(*translated, strict=True):
                 pairs, lost = _judge(parts, pair_rules)
                 if judge is not None:
                     pairs, lost = _score(judge, pairs, lost, directions[0])
@@ -192,11 +193,11 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
                     _write_part(work_dir, number, rows, pairs, lost, request)
                     num_rows = number * PART_LINES + len(rows)
                     console.say(f"{output}: {num_rows:,} of {count(text.num_rows, 'line')}")
+                number += 1
         if process_group.is_first:
             sweep(output)
             with whole_dir(output) as directory:
-                num_parts = -(-text.num_rows // PART_LINES)
-                record = _collect(work_dir, num_parts, request, settings, directory)
+                record = _collect(work_dir, number, request, settings, directory)
             shutil.rmtree(work_dir)
             console.say(f"dropped: {dropped.format_counts(record['dropped'])}")
             console.say(f"{output}: {count(record['num_pairs'], 'pair')}")
