@@ -291,8 +291,7 @@ def train(
     Example:
         run = mtrain.train("en-de.yaml", on_metrics=print)
     """
-    checked = load_config(config)
-    return train_together(checked, SINGLE, tensorboard, on_metrics, stop)
+    return train_together(load_config(config), SINGLE, tensorboard, on_metrics, stop)
 
 
 def train_together(

@@ -67,18 +67,14 @@ def encode(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Sample:
         ConfigError: if all are too long.
     """
     src_lines, tgt_lines = zip(*pairs, strict=True)
-    all_src, all_tgt = tokenizer.encode_src(src_lines), tokenizer.tgt.encode(tgt_lines)
-    kept_rows = [
-        row
-        for row, (src, tgt) in enumerate(zip(all_src, all_tgt, strict=True))
-        if len(src) <= _MAX_TOKENS and len(tgt) < _MAX_TOKENS
-    ]
-    if not kept_rows:
+    encoded = zip(tokenizer.encode_src(src_lines), tokenizer.tgt.encode(tgt_lines), strict=True)
+    kept = [(src, tgt) for src, tgt in encoded if max(len(src), len(tgt) + 1) <= _MAX_TOKENS]
+    if not kept:
         raise ConfigError(
             f"the corpus must have pairs of at most {_MAX_TOKENS} tokens, but has none."
         )
-    src, tgt = ([ids[row] for row in kept_rows] for ids in (all_src, all_tgt))
-    return Sample(src, tgt, tokenizer, len(kept_rows) / len(all_src))
+    src, tgt = zip(*kept, strict=True)
+    return Sample([*src], [*tgt], tokenizer, len(kept) / len(src_lines))
 
 
 def load_average() -> float:
@@ -114,11 +110,10 @@ def measure(
     avoid_cudnn_attention()
     device = pick_device(device_name)
     model = build_model(preset.model, sample.tokenizer).to(device)
-    dtype = compute_dtype("auto", device)
-    model.compute_dtype = dtype
+    model.compute_dtype = compute_dtype("auto", device)
     training = TrainingConfig(optimizer=preset.optimizer, consistency=consistency)
     gradients = Gradients(model, training, device, lambda text: None)
-    optimizers = TrainingState(model, training, dtype, SINGLE).optimizers
+    optimizers = TrainingState(model, training, SINGLE).optimizers
     batches = in_batches(sample.src, sample.tgt, sample.tokenizer, batch_tokens)  # shuffled
     num_batches = 0
 

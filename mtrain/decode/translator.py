@@ -19,13 +19,7 @@ from torch import Tensor
 
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.decode import shortlist
-from mtrain.decode.beam import (
-    NUM_GROUPS,
-    Constraints,
-    Hypothesis,
-    NotFiniteError,
-    RequestGroup,
-)
+from mtrain.decode.beam import NUM_GROUPS, Constraints, Hypothesis, NotFiniteError, RequestGroup
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.sampling import sample_steps
 from mtrain.decode.shared_search import (

@@ -39,11 +39,7 @@ from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.ops.packed_weights import Ints, Precision
-from mtrain.ops.stacks import (
-    CompiledDecoder,
-    CompiledSources,
-    LayerModules,
-)
+from mtrain.ops.stacks import CompiledDecoder, CompiledSources, LayerModules
 from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
@@ -233,14 +229,11 @@ class Transformer(nn.Module):
         Args:
             backend, fullgraph: arguments of `torch.compile`.
         """
+        options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": True}
         for layer in (*self.encoder, *self.decoder):
-            layer.compile(backend=backend, fullgraph=fullgraph, dynamic=True)
-        self.output.cross_entropy = torch.compile(
-            self.output.cross_entropy, backend=backend, fullgraph=fullgraph, dynamic=True
-        )
-        self.output.consistency = torch.compile(
-            self.output.consistency, backend=backend, fullgraph=fullgraph, dynamic=True
-        )
+            layer.compile(**options)
+        self.output.cross_entropy = torch.compile(self.output.cross_entropy, **options)
+        self.output.consistency = torch.compile(self.output.consistency, **options)
 
     def pack_weights(self, precision: Precision = "float32") -> None:
         """Pack the weights of all linear maps for decoding on a CPU, as copies in extra memory.

@@ -53,8 +53,7 @@ def complete_config(config: Config, name: str) -> Config:
     sections = {}
     for section in ("tokenizer", "model"):
         ours, theirs = getattr(config, section), getattr(other, section)
-        fields = type(ours).model_fields
-        explicit = {key: getattr(ours, key) for key in fields if key in ours.model_fields_set}
+        explicit = ours.model_dump(exclude_unset=True)
         for key, value in explicit.items():
             expected = getattr(theirs, key)
             if key not in MAY_DIFFER and value != expected:

@@ -74,7 +74,7 @@ class TorchProcessGroup(ProcessGroup):
     def broadcast_bytes(self, message: bytes) -> bytes:
         """Return the message of rank 0; wait for it without a timeout."""
         length = int(self.broadcast_float(len(message)))
-        sent = _as_tensor(message, length) if self.is_first else _empty(length)
+        sent = _as_tensor(message, length)  # overwritten on all ranks but 0
         dist.broadcast(sent, 0, group=self._untimed_group)
         return sent.numpy().tobytes()
 
@@ -84,7 +84,7 @@ class TorchProcessGroup(ProcessGroup):
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self._untimed_group)
         longest = max(int(length) for length in lengths)
-        padded = [_empty(longest) for _ in range(self.size)]
+        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(padded, _as_tensor(message, longest), group=self._untimed_group)
         pairs = zip(padded, lengths, strict=True)
         return [part[: int(length)].numpy().tobytes() for part, length in pairs]
@@ -130,12 +130,8 @@ class TorchProcessGroup(ProcessGroup):
         gc.collect()  # DDP models that hold a group
 
 
-def _empty(length: int) -> Tensor:
-    return torch.zeros(length, dtype=torch.uint8)
-
-
 def _as_tensor(message: bytes, length: int) -> Tensor:
-    """Return bytes as a uint8 tensor, zero-padded to `length`."""
+    """Return bytes as a uint8 tensor, zero-padded or cut to `length`."""
     padded = bytearray(message.ljust(max(length, 1), b"\0"))  # `frombuffer` takes no empty buffer
     return torch.frombuffer(padded, dtype=torch.uint8)[:length]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mtrain.io.text_width import count
 from mtrain.runtime.device import compute_dtype, pick_device, processor
 
 
@@ -30,7 +31,6 @@ def describe(kernels: Callable[[], str]) -> Iterator[str]:
 
 def _device(device: torch.device) -> str:
     if device.type != "cuda":
-        threads = torch.get_num_threads()
-        return f"{device}, {processor()}, {threads} thread{'s' * (threads != 1)}"
+        return f"{device}, {processor()}, {count(torch.get_num_threads(), 'thread')}"
     properties = torch.cuda.get_device_properties(device)
     return f"{device}, {properties.name}, {properties.total_memory / 2**30:,.0f} GiB"

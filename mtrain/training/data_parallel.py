@@ -11,7 +11,6 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 from torch import nn
@@ -28,8 +27,6 @@ from mtrain.runtime.process_group import ProcessGroup
 from mtrain.training.gradients import Gradients, GradientTask
 from mtrain.training.loss import LossSum, loss_of
 from mtrain.training.sharded_model import ShardedModel
-
-Exchange = Literal["float32", "bfloat16"]
 
 
 class LossModel(nn.Module):
@@ -100,12 +97,12 @@ class DDPGradients(DataParallelGradients):
     """DistributedDataParallel: every rank holds the full model and optimizer state.
 
     Raises:
-        ConfigError: if DDP does not support the dtype `exchange` on this device.
+        ConfigError: if DDP does not support the dtype `training.exchange` on this device.
     """
 
-    def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
+    def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
         super().__init__(alone, process_group)
-        if exchange == "bfloat16" and self.device.type != "cuda":
+        if self.config.exchange == "bfloat16" and self.device.type != "cuda":
             raise ConfigError(
                 "`training.exchange` must be float32 for `training.parallel: ddp` on a CPU, where "
                 "PyTorch has no hook for it, but is 'bfloat16' instead."
@@ -113,7 +110,7 @@ class DDPGradients(DataParallelGradients):
         self._ddp = DistributedDataParallel(
             LossModel(self.model, self.config), gradient_as_bucket_view=True
         )
-        if exchange == "bfloat16":
+        if self.config.exchange == "bfloat16":
             self._ddp.register_comm_hook(None, bf16_compress_hook)
 
     def probe_memory(self, batch: Batch) -> None:
@@ -164,8 +161,9 @@ class FSDPGradients(DataParallelGradients):
     in the same order, so a single rank cannot halve a batch.
     """
 
-    def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
+    def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
         mesh = init_device_mesh(alone.device.type, (process_group.size,))
+        exchange = alone.config.exchange
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.bfloat16 if exchange == "bfloat16" else None
         )

@@ -209,7 +209,7 @@ class GradScaler:
     the matrix products is float16.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         self.is_enabled = dtype is torch.float16
         self.scale = INITIAL_SCALE if self.is_enabled else 1.0
         self.growth_tracker = 0  # finite gradients in a row at this scale

@@ -156,10 +156,10 @@ class Trainer:
             from mtrain.training.data_parallel import DDPGradients, FSDPGradients
 
             kind = DDPGradients if self.settings.parallel == "ddp" else FSDPGradients
-            self.gradients = kind(self.gradients, process_group, self.settings.exchange)
+            self.gradients = kind(self.gradients, process_group)
             if isinstance(self.gradients, FSDPGradients):
                 self.sharded = self.gradients.sharded
-        self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
+        self.state = TrainingState(self.model, self.settings, process_group)
         # of rank 0: another machine may lack the tokenizer of a language
         min_bleu = process_group.broadcast_float(noise_bleu(config.data.tgt_lang))
         self.state.progress.min_bleu = min_bleu

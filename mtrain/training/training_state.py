@@ -27,11 +27,7 @@ class TrainingState:
     """The model, which may be sharded, optimizers, progress, loss scale and running sums."""
 
     def __init__(
-        self,
-        model: Transformer,
-        config: TrainingConfig,
-        dtype: torch.dtype,
-        process_group: ProcessGroup,
+        self, model: Transformer, config: TrainingConfig, process_group: ProcessGroup
     ) -> None:
         self.model, self.process_group = model, process_group
         self.parameters = list(model.parameters())
@@ -48,7 +44,7 @@ class TrainingState:
         if matrices:
             self.optimizers.append(BatchedMuon(matrices, config.weight_decay))
         self.progress = Progress()
-        self.grad_scaler = GradScaler(dtype)
+        self.grad_scaler = GradScaler(model.compute_dtype)
         self.meter = RunningMeter()
 
     def is_finite(self) -> bool:

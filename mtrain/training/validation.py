@@ -70,8 +70,7 @@ class ValidationSet:
 
     def translations(self, translator: Translator) -> list[str]:
         """Return the translation of each source; all ranks must call it, each computes a part."""
-        src = self.lines.src
-        return translate_lines(translator, src, block_lines=max(len(src), 1))
+        return translate_lines(translator, self.lines.src, block_lines=len(self.lines.src))
 
     def ignored_source(self, hypotheses: Sequence[str]) -> str | None:
         """Return `metrics.ignored_source` of the validation set."""
