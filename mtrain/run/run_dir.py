@@ -185,9 +185,12 @@ class RunDir:
         if not self.path.is_dir():
             raise RunError(f"{self.path}: must be a run folder, but does not exist.")
         if not self.config_path.is_file():
+            is_run = self.tokenizer_dir.is_dir() or self.model_path.is_file()
+            advice = (
+                "restore it from a copy of the run" if is_run else "`mtrain train CONFIG` makes one"
+            )
             raise RunError(
-                f"{self.path}: must be a run folder, but has no {self.config_path.name}; "
-                "`mtrain train CONFIG` makes one."
+                f"{self.path}: must be a run folder, but has no {self.config_path.name}; {advice}."
             )
 
     def _check_no_file(self) -> None:

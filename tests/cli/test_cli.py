@@ -580,6 +580,17 @@ def test_a_folder_that_is_not_a_run_is_reported(cli: Cli, tmp_path: Path, verb: 
     )
 
 
+@pytest.mark.parametrize("verb", ["translate", "train"])
+def test_a_run_without_its_config_is_to_be_restored(
+    cli: Cli, copied: RunDir, tmp_path: Path, verb: str
+) -> None:
+    copied.config_path.unlink()
+    config = write_task(tmp_path / "task")
+    said = error_line(cli(verb, *([config, "--run"] if verb == "train" else []), copied.path))
+    assert "has no config.yaml; restore " in said
+    assert "makes one" not in said
+
+
 @pytest.mark.parametrize("verb", ["translate", "eval"])
 def test_a_run_without_a_model_is_reported(cli: Cli, copied: RunDir, verb: str) -> None:
     copied.model_path.unlink()
