@@ -214,7 +214,6 @@ class Trainer:
             self._report()
             if self._is_due(self.settings.validate_every):
                 self._validate()
-                progress.elapsed_s = self.process_group.broadcast_float(self.elapsed_s())
             if self.process_group.size == 1:
                 self.agreed_signal = self.signals.received
             if self.agreed_signal:
@@ -348,14 +347,16 @@ class Trainer:
         started = time.monotonic()
         scores = self._score()
         self.state.meter.pause(time.monotonic() - started)
-        turn = len(self.state.progress.bleu_of_step)
+        progress = self.state.progress
+        progress.elapsed_s = self.process_group.broadcast_float(self.elapsed_s())
+        turn = len(progress.bleu_of_step)
         for line in self.valid.examples(scores.hypotheses, self.settings.num_examples, turn):
             self.log.say(line)
         if self._is_past_start() and (warning := self.valid.ignored_source(scores.hypotheses)):
-            self.log.say(f"step {self.state.progress.step:,}: {warning}")
-        self.state.progress.note_validation(scores.loss, scores.bleu)
+            self.log.say(f"step {progress.step:,}: {warning}")
+        progress.note_validation(scores.loss, scores.bleu)
         self.checkpoints.is_current = False
-        self.logger.log_validation(self.state.progress, scores)
+        self.logger.log_validation(progress, scores)
 
     @torch.no_grad()
     def _score(self) -> Validation:

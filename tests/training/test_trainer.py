@@ -55,7 +55,7 @@ from mtrain.training.checkpoint_manager import CheckpointManager
 from mtrain.training.gradients import GradientPart, Gradients, GradientTask
 from mtrain.training.loss import LossSum, loss_of
 from mtrain.training.meters import RunningMeter
-from mtrain.training.reporting import TrainingLogger
+from mtrain.training.reporting import TrainingLogger, Validation
 from mtrain.training.trainer import Trainer
 from mtrain.training.validation import ValidationSet
 
@@ -1064,6 +1064,25 @@ def test_time_before_a_stop_counts_toward_max_minutes(
     elapsed = [line["elapsed_s"] for line in step_lines(run)]
     assert elapsed == sorted(elapsed)
     assert len(elapsed) < 60
+
+
+def test_the_time_of_the_last_validation_is_logged_and_saved(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    now = 0.0
+    score = Trainer._score
+
+    def slow_score(trainer: Trainer) -> Validation:
+        nonlocal now
+        now += 100
+        return score(trainer)
+
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(Trainer, "_score", slow_score)
+    limits = ["training.max_steps=2", "training.validate_every=1000"]  # one validation, at the end
+    run = train(source, *limits, run=str(tmp_path / "run"))
+    assert [line["elapsed_s"] for line in metrics(run)[1:]] == [0, 100]
+    assert checkpoint.load_progress(checkpoint.steps(run.checkpoints_dir)[2]).elapsed_s == 100
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
