@@ -265,6 +265,9 @@ def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tr
     training_text = _checksums(path for corpus in real for path in paths_of(corpus))
     held_out = [config.data.valid, *config.data.tests.values()]
     runs = [*request.runs, *([request.judge] if request.judge else [])]
+    decoding = [asdict(_options(request, group[0])) for group in request.groups]
+    for options in decoding:
+        del options["batch_tokens"]  # changes memory and speed, not the output
     return {
         "mtrain": __version__,
         "mode": request.mode,
@@ -280,7 +283,7 @@ def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tr
         "held_out": _checksums(path for corpus in held_out for path in paths_of(corpus)),
         "models": [{"run": str(run.path), "weights": _checksum(run.model_path)} for run in runs],
         "agreement": request.judge is not None,
-        "decoding": [asdict(_options(request, group[0])) for group in request.groups],
+        "decoding": decoding,
         "precision": request.loading.products,
         "scores": request.options.score,
         "keep_best": request.options.keep_best,
@@ -310,6 +313,8 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
     Settings that an older version did not record, or that are unknown offline, are not compared.
     """
     new = json.loads(json.dumps(new))
+    for decoding in old.get("decoding", []):
+        decoding.pop("batch_tokens", None)  # of an older version
     known = [key for key in new if OFFLINE not in (new[key], old.get(key, OFFLINE))]
     differing = [f"`{key}`" for key in known if old[key] != new[key]]
     if differing:
