@@ -97,7 +97,8 @@ def _what_is_wrong(error: Exception) -> str:
     param, cause = getattr(error, "param", None), error.__cause__
     message = str(getattr(error, "message", "")).removesuffix(".")
     if isinstance(error, typer.BadParameter) and param is not None and message:
-        name = max(param.opts, key=len)
+        is_option = param.param_type_name == "option"
+        name = max(param.opts, key=len) if is_option else param.metavar
         if choice := re.search(r"('.*') is not one of (.*)", message):
             return f"`{name}` must be one of {choice[2]}, but is {choice[1]} instead"
         if isinstance(cause, ValidationError):

@@ -496,6 +496,16 @@ def test_an_invalid_command_line_gives_a_one_line_error_and_exits_with_2(
     assert error_line(outcome).startswith(message or "")
 
 
+def test_a_path_that_may_not_be_read_is_named_with_its_place_in_the_command_line(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    said = error_line(cli("translate", tmp_path))
+    expected = f"path '{tmp_path}' is not readable; see `mtrain translate --help`."
+    assert said == f"`RUN... [FILE]`: {expected}"
+    assert error_line(cli("translate", "run", "--prefix", tmp_path)) == f"`--prefix`: {expected}"
+
+
 def test_mtrain_alone_shows_its_help_and_exits_with_2(cli: Cli) -> None:
     outcome = cli()
     assert (outcome.code, outcome.out) == (2, b"")
