@@ -220,9 +220,11 @@ def check_header(path: Path, tokenizer: str) -> _Header:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
-    """Open weights; raise RunError if the file is missing or damaged."""
+    """Open weights; raise RunError if the file is missing, not readable or damaged."""
     if not path.is_file():
         raise RunError(f"{path}: is missing; `mtrain train CONFIG` makes it.")
+    if not os.access(path, os.R_OK):  # which safetensors calls missing
+        raise RunError(f"{path}: cannot be read: Permission denied.")
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -179,6 +179,12 @@ def test_a_weights_file_that_is_not_safetensors_is_an_error_that_names_it(conten
     assert_run_error(path, "must be a whole safetensors file")
 
 
+def test_a_weights_file_that_may_not_be_read_is_not_called_missing(tmp_path, monkeypatch):
+    path = some_model(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert_run_error(path, ": cannot be read: Permission denied.")
+
+
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "2", "tokenizer": OURS}])
 def test_safetensors_of_another_program_are_an_error(metadata, tmp_path):
     path = tmp_path / "model.safetensors"
