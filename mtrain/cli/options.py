@@ -242,7 +242,7 @@ def refuse(other: str, options: Mapping[str, Any]) -> None:
 
 
 def weight_of_reverse(
-    rerank_with: Path | None, rerank_weight: float | None, beam: int | None
+    rerank_with: Path | None, rerank_weight: float | None, beam: int
 ) -> float | None:
     """Return the weight of the run of `--rerank-with`; None without it."""
     require("--rerank-with", {} if rerank_with else {"rerank_weight": rerank_weight})

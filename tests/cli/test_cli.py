@@ -1119,6 +1119,17 @@ def test_impossible_reranking_options_are_refused(
     assert outcome.err == f"mtrain: {filled(message)}\n"
 
 
+@pytest.mark.parametrize("verb", ["translate", "eval"])
+def test_rerank_with_is_refused_for_a_config_with_a_beam_of_1(
+    cli: Cli, reverser: RunDir, back_run: Path, tmp_path: Path, verb: str
+) -> None:
+    run = RunDir(shutil.copytree(reverser.path, tmp_path / "greedy"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    run.config_path.write_text(yaml.safe_dump({**tree, "decoding": {"beam": 1}}), "utf-8")
+    said = error_line(cli(verb, run.path, "--rerank-with", back_run, stdin=b"ba\n"))
+    assert said == "`--rerank-with` has no effect with a beam of 1; leave it out."
+
+
 @pytest.fixture
 def with_mbr(reverser: RunDir, tmp_path: Path) -> Path:
     run = RunDir(shutil.copytree(reverser.path, tmp_path / "mbr"))

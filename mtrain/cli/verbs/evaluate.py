@@ -78,11 +78,11 @@ def evaluate(
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.run.load_model import LoadOptions
 
-    weight = options.weight_of_reverse(rerank_with, rerank_weight, beam)
-    changes = search_options | {"length_alpha": length_alpha, "rerank_weight": weight}
-    changes = options.given(changes | {"batch_tokens": batch_tokens, "with_scores": False})
-    changes |= options.mbr_change(mbr)
     folders, names = [RunDir(run) for run in runs], _names(tests)
+    width = beam or folders[0].config.decoding.beam
+    weight = options.weight_of_reverse(rerank_with, rerank_weight, width)
+    changes = {"length_alpha": length_alpha, "rerank_weight": weight, "batch_tokens": batch_tokens}
+    changes = options.given(search_options | changes) | options.mbr_change(mbr)
     reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
@@ -119,7 +119,8 @@ class _SystemLoader(NamedTuple):
     def _decoding(self, system: Sequence[RunDir]) -> DecodingOptions:
         from mtrain.decode.options import DecodingOptions
 
-        decoding = replace(DecodingOptions.from_config(system[0].config), **self.changes)
+        decoding = DecodingOptions.from_config(system[0].config)
+        decoding = replace(decoding, with_scores=False, **self.changes)
         options.check_shortlist(decoding.shortlist, decoding.beam)
         return decoding
 
