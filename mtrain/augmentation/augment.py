@@ -155,7 +155,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         return record
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise RunError(
-            f"{output}: exists, but `mtrain augment` did not write it; choose another -o."
+            f"{output}: exists, but `mtrain augment` did not write it; choose another folder."
         )
     pick_device(process_group.device_name(request.loading.device))  # raises before text is read
     with writable_dir(work_dir), _working(work_dir, output, process_group.is_first, console):
@@ -231,7 +231,7 @@ def _working(work_dir: Path, output: Path, is_first: bool, console: Console) -> 
 def _alone(work_dir: Path, output: Path) -> AbstractContextManager[None]:
     return only_process(
         work_dir / ".lock",
-        f"{output}: another process is writing it; wait until it ends, or choose another -o.",
+        f"{output}: another process is writing it; wait until it ends, or choose another folder.",
     )
 
 
@@ -319,8 +319,8 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
     differing = [f"`{key}`" for key in known if old[key] != new[key]]
     if differing:
         raise RunError(
-            f"{output}: was made with other settings ({', '.join(differing)}); choose another -o, "
-            "or delete it."
+            f"{output}: was made with other settings ({', '.join(differing)}); choose another "
+            "folder, or delete it."
         )
 
 
@@ -527,7 +527,8 @@ def _collect(
     if not any(part.num_pairs for part in parts):
         shutil.rmtree(work_dir)
         remedy = "the text" if counts.keys() <= _EARLY else "the text or the run that translates it"
-        raise dropped.none_left(f"--{request.mode}", counts, remedy)
+        key = "data.train" if request.with_training_text else f"--{request.mode}"
+        raise dropped.none_left(key, counts, remedy)
     key = "score" if request.judge is None else "agreement"
     limit = _limit(work_dir, parts, key, request.options.keep_best)
     lists, shards = [], dict[str, Tree]()

@@ -219,8 +219,8 @@ def test_repeating_the_command_changes_nothing_and_other_settings_are_refused(
     other = cli(*command, "--beam", "1")
     assert (other.code, content(tmp_path / "bt")) == (2, before)
     assert other.err == (
-        f"mtrain: {tmp_path / 'bt'}: was made with other settings (`decoding`); choose another -o, "
-        "or delete it.\n"
+        f"mtrain: {tmp_path / 'bt'}: was made with other settings (`decoding`); choose another "
+        "folder, or delete it.\n"
     )
 
 
@@ -252,7 +252,7 @@ def test_pairs_of_another_precision_or_training_text_are_not_those_made_already(
         assert (done.code, done.err) == (0, f"{output}: made already, 1 pair\n")
     else:
         assert done.code == 2
-        assert f"was made with other settings (`{changed}`); choose another -o" in done.err
+        assert f"was made with other settings (`{changed}`); choose another folder" in done.err
 
 
 def test_files_in_another_order_and_other_columns_are_other_settings(
@@ -798,7 +798,7 @@ def test_an_output_folder_that_augment_did_not_write_is_refused_and_kept(
     assert done.code == 2
     assert done.err == (
         f"mtrain: {tmp_path / 'bt'}: exists, but `mtrain augment` did not write it; choose another "
-        "-o.\n"
+        "folder.\n"
     )
     assert (tmp_path / "bt" / "mine").exists()
 

@@ -129,6 +129,22 @@ def test_a_teacher_of_the_other_direction_and_a_config_without_tests_are_refused
     assert not (tmp_path / "run-deep-shallow").exists()
 
 
+def test_an_error_of_the_translations_names_no_option_of_augment(
+    cli: Cli, tree: Tree, reverser: RunDir, tmp_path: Path
+) -> None:
+    tree["data"]["train"] = tree["data"]["valid"]  # all is held out
+    command = ["distill", write_config(tmp_path / "aa-bb.yaml", tree), "--run", tmp_path / "run"]
+    command += ["--teacher", reverser.path, "--beam", "1"]
+    done = cli(*command)
+    assert done.code == 2
+    assert "mtrain: `data.train` must have a pair that can be used, but all are dropped" in done.err
+    (tmp_path / "run-pairs").mkdir()
+    (tmp_path / "run-pairs" / "file").touch()
+    done = cli(*command)
+    assert done.code == 2
+    assert done.err.endswith("did not write it; choose another folder.\n")
+
+
 def test_the_run_folder_of_another_training_is_refused_before_anything_is_translated(
     cli: Cli, tree: Tree, reverser: RunDir, noisy: RunDir, tmp_path: Path
 ) -> None:
