@@ -313,8 +313,6 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
     Settings that an older version did not record, or that are unknown offline, are not compared.
     """
     new = json.loads(json.dumps(new))
-    for decoding in old.get("decoding", []):
-        decoding.pop("batch_tokens", None)  # of an older version
     known = [key for key in new if OFFLINE not in (new[key], old.get(key, OFFLINE))]
     differing = [f"`{key}`" for key in known if old[key] != new[key]]
     if differing:

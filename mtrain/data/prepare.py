@@ -543,8 +543,9 @@ def _check_same_files(run: RunDir, console: Console) -> None:
 def check_same_data(config: Config, run: RunDir) -> None:
     """Raise RunError if a run folder was tokenized, or has checkpoints, with other settings.
 
-    Also if it was tokenized, but its config is missing.
+    Also if it was tokenized, but its config is missing, or if it is a file.
     """
+    run.check_no_file()
     if not run.config_path.is_file():
         if is_prepared(run):
             raise RunError(

@@ -60,7 +60,7 @@ class RunDir:
         Raises:
             RunError: if another process holds it, or the path is that of a file.
         """
-        self._check_no_file()
+        self.check_no_file()
         path = self._work_dir
         with writable_dir(path), self._alone(path / LOCK_FILE, "tokenizing"):
             sweep(self.data_dir)
@@ -181,7 +181,7 @@ class RunDir:
         Raises:
             RunError: if not.
         """
-        self._check_no_file()
+        self.check_no_file()
         if not self.path.is_dir():
             raise RunError(f"{self.path}: must be a run folder, but does not exist.")
         if not self.config_path.is_file():
@@ -193,6 +193,7 @@ class RunDir:
                 f"{self.path}: must be a run folder, but has no {self.config_path.name}; {advice}."
             )
 
-    def _check_no_file(self) -> None:
+    def check_no_file(self) -> None:
+        """Raise RunError if the path of the folder is that of a file."""
         if self.path.is_file():
             raise RunError(f"{self.path}: must be a run folder, but is a file instead.")

@@ -158,6 +158,15 @@ def test_the_run_folder_of_another_training_is_refused_before_anything_is_transl
     assert not list(noisy.path.parent.glob("*pairs*"))
 
 
+def test_a_file_in_place_of_the_run_folder_is_refused_before_anything_is_translated(
+    tree: Tree, reverser: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(augmenting, "augment", None)
+    (tmp_path / "student").touch()
+    with pytest.raises(mtrain.RunError, match=r"student: must be a run folder, but is a file"):
+        mtrain.distill(tree, reverser.path, run_dir=str(tmp_path / "student"))
+
+
 def test_a_device_that_the_student_cannot_be_trained_on_is_refused_before_anything_is_translated(
     tree: Tree, reverser: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
