@@ -26,7 +26,7 @@ SetOption = Annotated[
 RunOption = Annotated[str | None, typer.Option("--run", metavar="DIR", help="Override run_dir.")]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("-o", "--output", help="Write to a file, whole or not at all."),
+    typer.Option("-o", "--output", help="Write to a file, whole or not at all; `.gz` is gzipped."),
 ]
 BeamOption = Annotated[
     int | None,

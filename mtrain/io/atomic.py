@@ -11,10 +11,12 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from mtrain.errors import RunError, WriteError
+from mtrain.io.lines import open_gzip_writer
 
 _MAX_LINKS = 40  # followed in a row, as on Linux
 
@@ -215,9 +217,21 @@ def only_process(lock_path: Path, busy: str, wait_s: float = 0.0) -> Iterator[No
         lock.release()
 
 
+@contextmanager
+def whole_text(path: Path) -> Iterator[TextIO]:
+    """Open a UTF-8 file that is written whole or not at all; gzipped if its name ends in `.gz`."""
+    with whole_file(path) as beside:
+        if path.suffix == ".gz":
+            opened: AbstractContextManager[TextIO] = open_gzip_writer(beside)
+        else:
+            opened = beside.open("w", encoding="utf-8", newline="\n")
+        with opened as stream:
+            yield stream
+
+
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a UTF-8 file of lines, whole or not at all."""
-    with whole_file(path) as beside, beside.open("w", encoding="utf-8", newline="\n") as stream:
+    """Write the lines of a `whole_text`."""
+    with whole_text(path) as stream:
         stream.writelines(line + "\n" for line in lines)
 
 

@@ -136,6 +136,21 @@ def test_an_output_file_holds_the_same_bytes_as_stdout(
     assert path.read_bytes() == direct.out
 
 
+def test_output_files_whose_names_end_in_gz_are_gzipped(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    def written(suffix: str) -> list[bytes]:
+        paths = [tmp_path / f"{name}{suffix}" for name in ("out", "align")]
+        command = ["translate", trained.path, "-o", paths[0], "--alignments", paths[1]]
+        assert cli(*command, stdin=b"ba ce\ndi fo\n").code == 0
+        return [path.read_bytes() for path in paths]
+
+    plain, zipped = written(""), written(".gz")
+    assert [gzip.decompress(raw) for raw in zipped] == plain
+    assert len(plain[0].splitlines()) == 2
+    assert written(".gz") == zipped
+
+
 def test_translate_writes_one_line_for_every_line_of_unusual_text(
     cli: Cli, trained: RunDir
 ) -> None:

@@ -15,7 +15,7 @@ from mtrain.cli import console, options
 from mtrain.cli.console import is_at_terminal, read_typed, with_prompt
 from mtrain.cli.ranks import joined_process_group, refuse_ranks
 from mtrain.errors import ConfigError
-from mtrain.io.atomic import resolve_links, whole_file
+from mtrain.io.atomic import resolve_links, whole_text
 from mtrain.io.lines import read_blocks, read_lines
 from mtrain.run.run_dir import RunDir
 
@@ -190,8 +190,7 @@ def _formatted(
     with ExitStack() as stack:
         alignment_file = None
         if alignments is not None:
-            path = stack.enter_context(whole_file(resolve_links(alignments)))
-            alignment_file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+            alignment_file = stack.enter_context(whole_text(resolve_links(alignments)))
         try:
             for line in lines:
                 if alignment_file is not None:
