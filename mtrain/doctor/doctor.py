@@ -104,6 +104,8 @@ class _RunChecker:
                 yield CheckResult(part, "skipped", str(reason))
             except UserError as error:
                 yield self._failed(part, str(error))
+            except OSError as error:  # such as a folder that may not be read
+                yield self._failed(part, f"{error.filename}: cannot be read: {error.strerror}.")
 
     def _failed(self, part: str, text: str) -> CheckResult:
         run = re.compile(rf"(?<!\S){re.escape(str(self.run.path))}/")

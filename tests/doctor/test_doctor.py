@@ -258,6 +258,19 @@ def test_damaged_checksums_are_named(cli: Cli, run: RunDir, content: str) -> Non
     ]
 
 
+def test_a_folder_that_may_not_be_read_is_named_and_the_other_parts_are_still_checked(
+    cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(run: RunDir) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(run.data_dir))
+
+    monkeypatch.setattr(prepare, "damaged_files", refused)
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["data"]
+    assert facts(outcome, "data") == ["data: cannot be read: Permission denied."]
+    assert verdicts(outcome)["translates"] == "ok"
+
+
 def test_a_missing_checksum_file_is_named(cli: Cli, run: RunDir) -> None:
     (run.data_dir / "checksums.json").unlink()
     outcome = examined(cli, run, "--no-replay")
