@@ -383,8 +383,13 @@ def load_progress(path: Path) -> Progress:
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by their step, oldest first."""
-    numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*")]
+    """Return the checkpoints of a run by their step, oldest first.
+
+    Raises:
+        OSError: if the folder may not be read.
+    """
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    numbers = [name.removeprefix("step-") for name in names if name.startswith("step-")]
     known = sorted(int(number) for number in numbers if number.isdecimal())
     paths = {step: path_of(directory, step) for step in known}  # `step-1` is none of our names
     return {step: path for step, path in paths.items() if path.is_dir() and not path.is_symlink()}

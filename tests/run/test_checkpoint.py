@@ -119,6 +119,16 @@ def test_a_checkpoint_is_named_after_its_step_and_found_by_it(tmp_path):
     assert all(checkpoint.load(path, OURS).progress.step == step for step, path in found.items())
 
 
+def test_a_folder_that_may_not_be_read_is_not_one_without_checkpoints(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refused)
+    with pytest.raises(PermissionError):
+        checkpoint.steps(tmp_path)
+
+
 def test_a_folder_without_checkpoints_gives_no_steps(tmp_path):
     assert checkpoint.steps(tmp_path) == {}
     assert checkpoint.steps(tmp_path / "absent") == {}
