@@ -86,6 +86,7 @@ _MARKUP = re.compile(r"</?[A-Za-z][^<>]*>|&(?:#\d+|[A-Za-z]{2,8});|\{[^{}]*\}|ht
 # UTF-8 that was read as Latin-1 or as Windows-1252: a lead byte, then continuation bytes.
 _TRAIL = "[\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
 _MOJIBAKE = re.compile(f"[\u00c2-\u00df]{_TRAIL}|[\u00e0-\u00ef]{_TRAIL}{{2}}|\u00f0{_TRAIL}{{3}}")
+_WORD_END = re.compile("[\u00a0¡«»¿‘’“”„‹›…–—•]+")  # may follow a letter such as é in correct text
 
 
 class PairWindow(NamedTuple):
@@ -159,7 +160,23 @@ def differs_from_previous(values: npt.NDArray[Any]) -> Flags:
 def is_mojibake(line: str) -> bool:
     """Return whether the line holds UTF-8 decoded as a one-byte encoding, or U+FFFD."""
     line = line[:MAX_CHARS]
-    return "\ufffd" in line or any(map(_is_one_character, _MOJIBAKE.findall(line)))
+    return "\ufffd" in line or any(
+        _is_one_character(match[0]) and not _is_end_of_word(match)
+        for match in _MOJIBAKE.finditer(line)
+    )
+
+
+def _is_end_of_word(match: re.Match[str]) -> bool:
+    """Return whether a match is rather the last letter of a word, and punctuation or a space.
+
+    As in « été » with no-break spaces, „Spaß“ or «CAFÉ». A capital after a small letter, or before
+    one at the start of a word, is no such letter; nor are Â and Ã, as in Ã\xa0 for à.
+    """
+    first, rest = match[0][0], match[0][1:]
+    if first in "ÂÃ" or not _WORD_END.fullmatch(rest):
+        return False
+    before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
+    return first.islower() or not (before.islower() or (not before.isalpha() and after.isalpha()))
 
 
 def _is_one_character(text: str) -> bool:

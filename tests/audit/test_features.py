@@ -173,9 +173,27 @@ def test_blank_lines_have_no_visible_characters_and_no_hash() -> None:
     assert (lines["hash"] > 0).tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("line", ["NÃO", "Â", "café", "Ã la", "naïve", "São Paulo", "ÀÉ"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NÃO", "Â", "café", "Ã la", "naïve", "São Paulo", "ÀÉ",
+        "«\xa0liberté\xa0»", "voilà\xa0…", "no sé…¿qué?", "„Das macht Spaß“", "»Spaß«", "Spaß…",
+        "«CAFÉ»", "CAFÉ\xa0!", "“É”", "”HYVÄ”", "«SJØ»", "ODTÜ’nün", "2\xa0×\xa03",
+    ],
+)  # fmt: skip
 def test_text_that_only_resembles_mojibake_is_not_flagged(line: str) -> None:
     assert not is_mojibake(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["à", "voilà", "«", "œuvre", "są", "město", "Hawaiʻi", "дал", "שלום", "“x”", "寿司", "😀"],
+)
+def test_mojibake_is_flagged_also_where_it_ends_in_punctuation(text: str) -> None:
+    octets = text.encode("utf-8")
+    assert is_mojibake(
+        "".join(bytes([octet]).decode("cp1252", "ignore") or chr(octet) for octet in octets)
+    )
 
 
 @pytest.mark.parametrize(
