@@ -510,7 +510,7 @@ def test_split_keeps_closing_quotes_and_brackets_with_their_sentence(
     assert found == ['ba (ce "di.")', "fo gu!"]
 
 
-@pytest.mark.parametrize("mark", list("؟۔।॥។။"))
+@pytest.mark.parametrize("mark", list("؟۔।॥។៕။։።፧།"))
 def test_split_cuts_at_sentence_final_punctuation_of_other_scripts(
     translator: Translator, mark: str
 ) -> None:
@@ -560,10 +560,10 @@ def test_split_encodes_each_part_of_chinese_text_as_it_stands_without_spaces() -
     assert [{*part.words} for part in parts] == [{range(6)}, {range(6, 9)}]
 
 
-@pytest.mark.parametrize("end", ["。”", "！」", "？）", "！？』", "。》】"])
+@pytest.mark.parametrize("end", ["。”", "｡", "｡｣", "！」", "？）", "！？』", "。》】"])
 def test_split_keeps_closing_marks_with_their_chinese_or_japanese_sentence(end: str) -> None:
     sentence = f"他说：“你好{end}"
-    limit = len(vocabularies().src.encode([sentence])[0]) + 1
+    limit = len(vocabularies().src.encode([sentence])[0]) + 5
     parts = split_line(f"{sentence}她走了。", vocabularies().src, limit)
     assert [part.source.text for part in parts] == [sentence, "她走了。"]
 
