@@ -3,12 +3,14 @@
 Argos Translate splits text by such a graph, and downloads one if a package has none. The rule: a
 sentence ends after a full stop, a question mark or an exclamation mark that a space and a capital
 follow, but not after a full stop that ends a word of less than three letters, which is often an
-abbreviation. In scripts without capitals the space suffices, in scripts without spaces the mark.
+abbreviation. In scripts without capitals the space suffices, in scripts without spaces the mark. In
+Korean one letter, a syllable, is enough before a full stop. Combining marks count as letters.
 """
 
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,25 +18,28 @@ import numpy as np
 _NUM_LABELS, _END = 5, 2  # MiniSBD's labels of a character; here 0, or 2 at a sentence's end
 _CHARACTERS = {  # of each class but letters, which depend on the language
     "full stop": ".",
-    "end": "!?؟।॥։።።",
+    "end": "!?؟۔।॥։።፧។៕။།",
     "wide end": "。！？｡．",
     "space": " ",
     "closer": "\"'”’»)]}」』）",
     "opener": "“„«‹‘‚([{¿¡「『（",
 }
-_CLASSES = ["padding", "other", *_CHARACTERS, "small letter", "letter"]
+_CLASSES = ["padding", "other", *_CHARACTERS, "small letter", "letter", "syllable"]
 _OFFSETS = range(-3, 3)  # of the characters read, relative to the one that may end a sentence
 # A sum of at least 24 ends a sentence: 10 for the space, 10 for a capital or opener after it, and 4
-# for an end, or for a full stop after three letters. A wide end suffices alone.
+# for an end, or for a full stop after three letters or a Korean syllable, which are at most 3
+# without it. A wide end suffices alone.
 _WEIGHTS = {
     (0, "full stop"): 1,
     (0, "end"): 4,
     (0, "wide end"): 40,
     **{(offset, name): 1 for offset in (-3, -2, -1) for name in ("small letter", "letter")},
+    (-1, "syllable"): 3,
     (1, "space"): 10,
     (1, "closer"): -20,
     (1, "wide end"): -20,
     (2, "letter"): 10,
+    (2, "syllable"): 10,
     (2, "opener"): 10,
 }
 _NEEDED = 24
@@ -46,7 +51,9 @@ def splitter(characters: Iterable[str], language: str) -> bytes:
 
     classes = {char: name for name, chars in _CHARACTERS.items() for char in chars}
     for char in characters:
-        if char.isalpha():
+        if "\uac00" <= char <= "\ud7a3":
+            classes[char] = "syllable"
+        elif unicodedata.category(char)[0] in "LM":
             classes[char] = "small letter" if char.islower() else "letter"
     ids = {"<PAD>": 0, "<UNK>": 1}
     ids |= {char: _CLASSES.index(name) for char, name in sorted(classes.items())}

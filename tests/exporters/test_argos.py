@@ -25,7 +25,7 @@ from mtrain.exporters.export import ExportRequest
 from mtrain.exporters.sentence_splitter import splitter
 from mtrain.run.run_dir import RunDir
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZäöüمرحبا"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZäöüمرحباஅவன்வந்தான்그는집에갔다한끝ខ្ញុំဟုတ်"
 TOP = "translate-aa_bb-mtrain"
 
 
@@ -378,6 +378,9 @@ SPLIT = [
     ["你好。", "世界！", "好"],
     ["مرحبا؟", "مرحبا"],
     ["Das ist z. B. Das hier. 5 Leute"],
+    ["அவன் வந்தான்.", "அவன்"],
+    ["그는 집에 갔다.", "한 끝."],
+    *([f"ခ{mark}", "ဟုတ်"] for mark in "۔។།။።"),
 ]
 
 
