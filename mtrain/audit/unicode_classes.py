@@ -68,6 +68,12 @@ def folded(codes: Codes) -> Codes:
     return _FOLDED[codes]
 
 
+def is_unspaced(text: str) -> bool:
+    """Return whether most characters of a text are letters of scripts without spaces."""
+    codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
+    return bool(2 * IS_UNSPACED[kinds(codes)].sum() > len(codes))
+
+
 def kind_of(script: str) -> int:
     """Return the kind of a script's letters."""
     return Kind.LETTER + 1 + SCRIPTS.index(script)

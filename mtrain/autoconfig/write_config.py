@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain.audit.features import Flags
-from mtrain.audit.unicode_classes import IS_UNSPACED, kinds
+from mtrain.audit.unicode_classes import is_unspaced
 from mtrain.autoconfig import benchmark, presets, split
 from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, TrainingPlan
@@ -340,9 +340,7 @@ def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flag
 
 def _unit(lines: Sequence[str]) -> str:
     """Return the unit that an overview counts as words: letters in scripts without spaces."""
-    text = "".join(lines[:_UNIT_LINES])
-    codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
-    return "letters" if 2 * IS_UNSPACED[kinds(codes)].sum() > len(codes) else "words"
+    return "letters" if is_unspaced("".join(lines[:_UNIT_LINES])) else "words"
 
 
 def _train_tokenizer(pairs: Sequence[tuple[str, str]], num_pairs: int) -> Tokenizer:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from sacrebleu.metrics.chrf import CHRF
 
+from mtrain.audit.unicode_classes import is_unspaced
 from mtrain.data import arrow_shards, loader
 from mtrain.evaluation.metrics import Scorer, ScoringOptions, TestSet
 from mtrain.run.run_dir import RunDir
@@ -97,8 +98,10 @@ def _strip_punctuation(word: str) -> str:
 
 
 def unit_of(lines: Sequence[str]) -> Unit:
-    """Return "characters" if the median line has at most one word, else "words"."""
-    return "words" if median(len(line.split()) for line in lines) > 1 else "characters"
+    """Return "characters" in scripts without spaces, or if the median line has one word."""
+    if is_unspaced("".join(lines)) or median(len(line.split()) for line in lines) <= 1:
+        return "characters"
+    return "words"
 
 
 def count_in_training(
