@@ -274,7 +274,7 @@ class _WordBlock:
         self.hashes = _scrambled(_sums(values, firsts))  # without case
         values[offsets >= _STEM_LETTERS] = 0
         self._stems = _scrambled(_sums(values, firsts))
-        is_upper = block.codes[starts] != codes[firsts]
+        is_upper = (block.codes[starts] != codes[firsts]) & (block.codes[starts] != ord("ı"))
         is_initial = differs_from_previous(self.lines)  # capitalised even if it is no name
         self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial
 

@@ -48,7 +48,7 @@ _UNKNOWN = 255
 
 
 _KINDS = np.full(0x110000, _UNKNOWN, np.uint8)  # of each code point; filled by `kinds`
-_FOLDED = np.arange(0x110000, dtype=np.uint32)  # its case-folded form; likewise
+_FOLDED = np.arange(0x110000, dtype=np.uint32)  # its folded form; likewise
 
 
 def kinds(codes: Codes) -> npt.NDArray[np.uint8]:
@@ -57,14 +57,13 @@ def kinds(codes: Codes) -> npt.NDArray[np.uint8]:
     if is_unknown.any():
         for code in np.unique(codes[is_unknown]).tolist():
             character = chr(code)
-            forms = (character.casefold(), character.lower(), character)
             _KINDS[code] = _kind(character)
-            _FOLDED[code] = next(ord(form) for form in forms if len(form) == 1)
+            _FOLDED[code] = _fold(character)
     return _KINDS[codes]
 
 
 def folded(codes: Codes) -> Codes:
-    """Return case-folded code points; `kinds` must have been called with them."""
+    """Return case-folded code points, and digits as ASCII; call `kinds` with them before."""
     return _FOLDED[codes]
 
 
@@ -77,6 +76,15 @@ def is_unspaced(text: str) -> bool:
 def kind_of(script: str) -> int:
     """Return the kind of a script's letters."""
     return Kind.LETTER + 1 + SCRIPTS.index(script)
+
+
+def _fold(character: str) -> int:
+    """Return the folded code point; I and i, with and without a dot, are one letter (Turkish)."""
+    if character in "İı":
+        return ord("i")
+    digit = unicodedata.decimal(character, None)
+    forms = ("" if digit is None else str(digit), character.casefold(), character.lower())
+    return next(ord(form) for form in (*forms, character) if len(form) == 1)
 
 
 def _kind(character: str) -> int:

@@ -47,6 +47,10 @@ def plain_key(line: str) -> str:
 
 
 def _folded(character: str) -> str:
+    if character in "İı":
+        return "i"
+    if unicodedata.category(character) == "Nd":
+        return str(int(character))
     forms = [character.casefold(), character.lower(), character]
     return next(form for form in forms if len(form) == 1)
 
@@ -84,6 +88,7 @@ def test_keys_are_equal_exactly_if_the_folded_letters_marks_and_digits_are_equal
 def test_keys_ignore_case_punctuation_and_spaces_but_not_the_order_of_letters() -> None:
     same = measure(["Don't 1,000 ΣΑΣ!", "dont1000 «σας»", "  DON T 1000ΣΑΣ"]).keys
     assert len(set(same.tolist())) == 1
+    assert len(set(measure(["ISPARTA’DA IŞIK", "İsparta’da ışık"]).keys.tolist())) == 1
     assert len(set(measure(["listen", "silent", "listens", "stenil"]).keys.tolist())) == 4
 
 
@@ -128,9 +133,17 @@ def test_equal_numbers_and_similar_names_set_common_bits_across_languages() -> N
     src, tgt = measure(["on 12 May Tolstoy left"]).lines, measure(["12 мая Tolstois, ein"]).lines
     assert src["numbers"] == tgt["numbers"] != 0
     assert src["names"] & tgt["names"] != 0
+    turkish = measure(["Dün İstanbul", "güzel ışık", "x istanbul"]).lines["names"]
+    assert (turkish > 0).tolist() == [True, False, False]
     other = measure(["On 13 we left"]).lines
     assert other["names"] == 0  # a first word is capitalized even if it is no name
     assert other["numbers"] & src["numbers"] == 0
+
+
+@pytest.mark.parametrize("digits", ["١٩٨٧", "۱۹۸۷", "१९८७", "၁၉၈၇", "１９８７"])
+def test_a_number_is_the_same_in_the_digits_of_any_script(digits: str) -> None:
+    plain, line = measure(["12 1987", f"12 {digits}"]).lines["numbers"]
+    assert line == plain
 
 
 @pytest.mark.parametrize(
