@@ -126,6 +126,17 @@ def test_flags_that_ask_for_no_check_are_not_shown(page: Any) -> None:
         assert page.evaluate(code, flags) == text
 
 
+def test_the_direction_is_that_of_the_script_of_a_code_or_of_its_language(page: Any) -> None:
+    codes = {
+        "rtl": ["ar", "ar-EG", "AR", "arb_Arab", "heb", "pes_Arab", "urd", "iw", "pa-Arab"],
+        "ltr": ["en", "zh-TW", "arb_Latn", "ur-Latn", "kas_Deva", "az", "hsb", "tha_Thai"],
+    }
+    for direction, expected in codes.items():
+        assert page.evaluate("codes => codes.map(directionOf)", expected) == [direction] * len(
+            expected
+        )
+
+
 def languages(page: Any) -> list[str]:
     return [page.input_value(f"#{name}-language") for name in ("source", "target")]
 

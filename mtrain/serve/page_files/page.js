@@ -3,7 +3,11 @@
 const WAIT_MS = 250; // after the last key
 const UNSURE = 0.5; // the probability of a word below which it is underlined
 const MAX_ALTERNATIVES = 3;
-const RIGHT_TO_LEFT = new Set(["ar", "arc", "ckb", "dv", "fa", "he", "ps", "sd", "ug", "ur", "yi"]);
+const RTL_SCRIPTS = new Set("adlm arab aran hebr nkoo rohg syrc thaa".split(" "));
+const RTL_LANGUAGES = new Set(  // whose code names no script
+  ("acm acq aeb ajp apc ar ara arb arc ars ary arz azb ckb div dv fa fas he heb iw ji kas ks " +
+   "lrc mzn nqo pbt per pes pnb prs ps pus sd snd syr ug uig ur urd ydd yi yid").split(" "),
+);
 
 const $ = (id) => document.getElementById(id);
 const [source, output, mirror] = [$("source"), $("output"), $("mirror")];
@@ -69,12 +73,18 @@ function targetsOf(code) {
   return (languages.find((one) => one.code === code)?.targets || []).filter((one) => one !== code);
 }
 
+function directionOf(code) {
+  const [language, ...subtags] = code.toLowerCase().split(/[-_]/);
+  const script = subtags.find((subtag) => subtag.length === 4);
+  return (script ? RTL_SCRIPTS.has(script) : RTL_LANGUAGES.has(language)) ? "rtl" : "ltr";
+}
+
 function fillTargets(value) {
   fill(to, names(targetsOf(from.value)), value);
   for (const [element, code] of [[output, to.value], [source, from.value], [mirror, from.value]]) {
     const isAuto = code === "auto";
-    element.lang = isAuto ? "" : code;
-    element.dir = isAuto ? "auto" : RIGHT_TO_LEFT.has(code.split(/[-_]/)[0]) ? "rtl" : "ltr";
+    element.lang = isAuto ? "" : code.replaceAll("_", "-");
+    element.dir = isAuto ? "auto" : directionOf(code);
   }
   const back = from.value === "auto" ? detected : from.value;
   $("swap").disabled = !back || !targetsOf(to.value).includes(back);
