@@ -25,6 +25,7 @@ from mtrain.audit.features import (
     differs_from_previous,
     measure,
 )
+from mtrain.audit.unicode_classes import kind_of
 from mtrain.config.corpora import (
     Corpus,
     SyntheticCorpus,
@@ -38,6 +39,8 @@ from mtrain.io.lines import Advance
 
 _SAMPLE_PAIRS = 50_000
 _MIN_CHARS, _MAX_CHARS = 6, 500  # of a held-out line
+_MIN_SYLLABIC_CHARS = 3  # where a character is a syllable or a word
+_SYLLABIC = [kind_of(script) for script in ("CJK", "HIRAGANA", "KATAKANA", "HANGUL")]
 _MAX_RATIO = 3.0  # of the characters of the two sides, relative to the median ratio of the corpus
 MIN_HELD_OUT = 10  # pairs of a set
 _HELD_OUT_FRACTION = 0.05  # of the distinct pairs
@@ -148,7 +151,9 @@ def _is_fit(src: Records, tgt: Records) -> Flags:
     """Return which pairs look like text of usual length."""
     fit = np.ones(len(src), bool)
     for side in (src, tgt):
-        fit &= (side["chars"] >= _MIN_CHARS) & (side["chars"] <= _MAX_CHARS)
+        is_syllabic = np.isin(side["script"], _SYLLABIC)
+        fit &= side["chars"] >= np.where(is_syllabic, _MIN_SYLLABIC_CHARS, _MIN_CHARS)
+        fit &= side["chars"] <= _MAX_CHARS
         fit &= side["flags"] & np.uint16(LineFlag.MOJIBAKE | LineFlag.CONTROL) == 0
         fit &= 2 * side["odd"] < side["solid"]
     differ: Flags = src["hash"] != tgt["hash"]

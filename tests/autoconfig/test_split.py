@@ -80,6 +80,17 @@ def test_pairs_of_a_script_with_few_characters_can_be_held_out_read_one_way_or_b
         assert is_fit.tolist() == ([True] * 40 + [False]) * (2 if text is not one_way else 1)
 
 
+def test_short_lines_of_a_script_with_few_characters_can_be_held_out(tmp_path):
+    short = [
+        ("Thank you.", "谢谢。"),
+        ("Hello!", "안녕하세요"),
+        ("I am here.", "います"),
+        ("Hello!", "嗨"),
+        ("Aye", "是的是的"),
+    ]
+    assert look(tmp_path, short).is_fit.tolist() == [True, True, True, False, False]
+
+
 def test_words_are_counted_and_every_pair_of_a_small_corpus_is_in_the_sample(tmp_path):
     found = look(tmp_path, [("one two", "eins zwei drei"), ("four", "")])
     assert (found.src_words, found.tgt_words) == (3, 3)
