@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.unicode_classes import BLANKS, IS_UNSPACED, NUM_KINDS, Kind, folded, kinds
+from mtrain.audit.unicode_classes import (
+    BLANKS,
+    HAS_ZERO_WIDTH_SPACE,
+    IS_UNSPACED,
+    NUM_KINDS,
+    Kind,
+    folded,
+    kinds,
+)
 
 Records = npt.NDArray[np.void]
 Hashes = npt.NDArray[np.uint64]
@@ -81,6 +89,7 @@ for _number, _members in enumerate(
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _POWERS = np.cumprod(np.full(MAX_CHARS + 2, _FACTOR | np.uint64(1), np.uint64), dtype=np.uint64)
+_ZERO_WIDTH_SPACE = 0x200B
 _STEM_LETTERS = 5  # first letters, by which words of two languages are compared
 _MARKUP = re.compile(r"</?[A-Za-z][^<>]*>|&(?:#\d+|[A-Za-z]{2,8});|\{[^{}]*\}|https?://\S+")
 # UTF-8 that was read as Latin-1 or as Windows-1252: a lead byte, then continuation bytes.
@@ -204,6 +213,9 @@ class _CharacterBlock:
     def __init__(self, text: str) -> None:
         self.codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         self.kinds = kinds(self.codes)
+        (places,) = np.nonzero(self.codes == _ZERO_WIDTH_SPACE)  # none is last: "\n" is
+        is_beside = HAS_ZERO_WIDTH_SPACE[self.kinds[[places - 1, places + 1]]].any(0)
+        self.kinds[places[is_beside]] = Kind.SPACE
         self.ends = np.flatnonzero(self.codes == 10)  # of lines
         self.num_lines = len(self.ends)
         self.starts = np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]  # of lines

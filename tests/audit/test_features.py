@@ -198,6 +198,14 @@ def test_text_that_only_resembles_mojibake_is_not_flagged(line: str) -> None:
     assert not is_mojibake(line)
 
 
+def test_a_zero_width_space_between_words_of_khmer_or_thai_is_a_space() -> None:
+    lines = ["ខ្ញុំ\u200bទៅ\u200b12\u200bផ្ទះ។", "ฉัน\u200bรัก", "a\u200bb", "我\u200b们", "ទៅ\u00adផ្ទះ"]
+    records = measure(lines).lines
+    marked = (records["flags"] & LineFlag.INVISIBLE) > 0
+    assert marked.tolist() == [False, False, True, True, True]
+    assert records["solid"][0] == len(lines[0]) - 3
+
+
 @pytest.mark.parametrize(
     "text",
     ["à", "voilà", "«", "œuvre", "są", "město", "Hawaiʻi", "дал", "שלום", "“x”", "寿司", "😀"],
