@@ -236,7 +236,8 @@ def evaluate_systems(
             warn(text)
     tgt_lang = plan.runs[0].config.data.tgt_lang
     options = plan.options.for_language(tgt_lang)
-    if options != plan.options and (note := tokenizer_note(tgt_lang)):
+    is_default = plan.options.tokenize is None and "bleu" in plan.options.metrics
+    if is_default and (note := tokenizer_note(tgt_lang)):
         warn(f"{note}; `--tokenize` takes another")
     outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
     for system, runs in systems.items():

@@ -176,12 +176,12 @@ def _fitting_tokenizers(tgt_lang: str) -> list[str]:
 
 
 def tokenizer_note(tgt_lang: str) -> str | None:
-    """Return a note on BLEU's tokenizer for a target language; None if it is the default, 13a."""
-    name = language_tokenizer(tgt_lang)
-    if name is None:
+    """Return a note on BLEU's tokenizer for a target language; None if the default, 13a, fits."""
+    fitting = _fitting_tokenizers(tgt_lang)
+    if not fitting:
         return None
+    name, better = language_tokenizer(tgt_lang) or "13a", fitting[0]
     note = f"BLEU's tokenizer for {tgt_lang} is {name}"
-    better = _fitting_tokenizers(tgt_lang)[0]
     if name != better:
         note += f"; {better} needs `pip install 'sacrebleu[{better.partition('-')[0]}]'`"
     return note

@@ -125,6 +125,14 @@ def test_thai_is_scored_by_characters_unless_another_tokenizer_is_given(
     assert (written.err, written.lines) == ("", cli("eval", trained.path).lines)
 
 
+def test_eval_says_that_korean_has_a_better_tokenizer_than_the_default(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ko_mecab.MeCab", None)
+    outcome = cli("eval", with_languages(trained, tmp_path / "ko", "aa", "ko"))
+    assert outcome.err.startswith("mtrain: BLEU's tokenizer for ko is 13a; ko-mecab needs `pip ")
+
+
 @pytest.fixture
 def two_tests(trained: RunDir, tmp_path: Path) -> RunDir:
     """A run with a second test set, `short`, which has five lines of the first."""

@@ -284,7 +284,10 @@ def test_the_bleu_of_one_sentence_for_all_lines_is_below_the_noise_bleu() -> Non
 
 @pytest.mark.usefixtures("no_mecab")
 def test_the_note_on_a_tokenizer_names_the_package_of_a_better_one() -> None:
-    assert metrics.tokenizer_note("en") is metrics.tokenizer_note("ko") is None
+    assert metrics.tokenizer_note("en") is None
+    assert metrics.tokenizer_note("ko") == (
+        "BLEU's tokenizer for ko is 13a; ko-mecab needs `pip install 'sacrebleu[ko]'`"
+    )
     assert metrics.tokenizer_note("th") == "BLEU's tokenizer for th is char"
     assert metrics.tokenizer_note("ja") == (
         "BLEU's tokenizer for ja is char; ja-mecab needs `pip install 'sacrebleu[ja]'`"
