@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -92,8 +93,9 @@ def _spans(
 ) -> Iterator[tuple[int, int]]:
     """Cut a text at some of `ends` into as few spans of at most `limit` tokens as possible.
 
-    Where a span has more tokens up to the next end, it ends after the last character that fits, or
-    after its first character if none does.
+    Where a span has more tokens up to the next end, it ends after the last character that fits
+    with its combining marks (without them, if they are too many), or after its first character if
+    none does.
     """
     last = 0
     while match := _NO_SPACE.search(text, last):
@@ -101,6 +103,10 @@ def _spans(
         pieces = vocabulary.pieces(text[first : first + _MAX_PIECE * limit + 1])
         count = count_whole(pieces, limit)
         last = first + max(1, len(vocabulary.text_of(pieces[:count])))
+        cut = last  # before the letter of the marks that do not fit
+        while first < cut < len(text) and unicodedata.category(text[cut])[0] == "M":
+            cut -= 1
+        last = cut if cut > first else last
         for end in reversed(ends[bisect_right(ends, first) : bisect_right(ends, last)]):
             if len(vocabulary.encode([text[first:end]])[0]) <= limit:  # a token may span two units
                 last = end

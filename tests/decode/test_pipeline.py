@@ -3,6 +3,7 @@
 import functools
 import math
 import threading
+import unicodedata
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from copy import copy
@@ -566,6 +567,17 @@ def test_split_keeps_closing_marks_with_their_chinese_or_japanese_sentence(end: 
     limit = len(vocabularies().src.encode([sentence])[0]) + 5
     parts = split_line(f"{sentence}她走了。", vocabularies().src, limit)
     assert [part.source.text for part in parts] == [sentence, "她走了。"]
+
+
+@pytest.mark.parametrize("limit", range(11, 20))  # a letter and two marks have 9 bytes
+def test_split_does_not_part_a_letter_from_its_marks_in_a_script_without_spaces(
+    limit: int,
+) -> None:
+    line = "ที่นี่ใจดีเพื่อนบ้านน้ำใจ" * 3
+    parts = split_line(line, vocabularies().src, limit)
+    texts = [part.source.text for part in parts]
+    assert "".join(texts) == line
+    assert not any(unicodedata.category(text[0])[0] == "M" for text in texts)
 
 
 @pytest.mark.parametrize("limit", range(5, 13))
