@@ -63,7 +63,9 @@ _ATTRIBUTE = re.compile(r"([^\s=/>]+)(?:\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]*))?")
 _LONG_ENTITY = re.compile("&#[0-9]{640,};?")  # of more digits than Python may convert
 _SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
 _MAX_DEPTH = 20  # of nested elements; deeper ones are not placed by alignment
-_PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
+_PUNCTUATION = (  # that ends words or sentences, in Latin and other scripts
+    ".,:;!?…\"'”’»)]}。，、．｡！？：；）」』】》؟،؛۔।॥։።፣፤፧។៕၊။།"
+)
 
 
 class _HtmlToken(NamedTuple):

@@ -117,6 +117,13 @@ def test_tags_move_with_their_aligned_words(text: str, expected: str) -> None:
     assert translated(text, backwards) == expected
 
 
+@pytest.mark.parametrize("mark", ["।", "۔", "؛", "։", "።", "។", "။", "」", "；", "）", "｡"])
+def test_added_punctuation_of_other_scripts_stays_outside_an_element(mark: str) -> None:
+    links = (Link(0, 1), Link(1, 0))
+    translation = Translation(f"Eins zwei{mark}", alignment=links)
+    assert HtmlText("<b>two</b> one").join([translation]) == f"Eins <b>zwei</b>{mark}"
+
+
 def test_added_punctuation_stays_outside_an_element_without_punctuation() -> None:
     def moved(words: Words) -> Words:
         return [words[1], words[0]]
