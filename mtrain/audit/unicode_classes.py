@@ -36,10 +36,12 @@ SCRIPTS = (
 )
 NUM_KINDS = Kind.LETTER + 1 + len(SCRIPTS)
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-IS_UNSPACED = np.array([False] * (Kind.LETTER + 1) + [name in _UNSPACED for name in SCRIPTS])
 # Of these, the scripts whose words a zero-width space may separate.
 _ZERO_WIDTH = ("THAI", "LAO", "KHMER", "MYANMAR")
-HAS_ZERO_WIDTH_SPACE = np.array([False] * (Kind.LETTER + 1) + [s in _ZERO_WIDTH for s in SCRIPTS])
+IS_UNSPACED, HAS_ZERO_WIDTH_SPACE = (  # of each kind
+    np.array([False] * (Kind.LETTER + 1) + [script in members for script in SCRIPTS])
+    for members in (_UNSPACED, _ZERO_WIDTH)
+)
 
 _BREAKS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _SPACES = "".join(chr(code) for code in range(0x3001) if unicodedata.category(chr(code))[0] == "Z")

@@ -133,12 +133,14 @@ def read_overview(
             elif (slot := rng.randrange(row + 1)) < _SAMPLE_PAIRS:
                 rows[slot], sample[slot] = row, pair
     reader.check_not_empty("data.train")
-    src_keys, tgt_keys, ratios, *all_flags = map(np.concatenate, zip(*blocks, strict=True))
-    is_fit = all_flags[1]
-    is_fit &= _is_usual(ratios, is_fit, both_directions)
+    columns = map(np.concatenate, zip(*blocks, strict=True))
+    src_keys, tgt_keys, ratios, is_real, is_fit, *others = columns
+    is_fit = is_fit & _is_usual(ratios, is_fit, both_directions)
     pairs = dict(zip(rows, sample, strict=True))
     src_ids, tgt_ids = (np.unique(keys, return_inverse=True)[1] for keys in (src_keys, tgt_keys))
-    return CorpusOverview(int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, *all_flags)
+    return CorpusOverview(
+        int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, is_real, is_fit, *others
+    )
 
 
 def _codes(first: Ints, second: Ints) -> Ints:
