@@ -37,8 +37,16 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, DataError, RunError, UserError
-from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
-from mtrain.io.lines import ignore, open_gzip_writer, read_lines
+from mtrain.io.atomic import (
+    only_process,
+    sha256,
+    sweep,
+    whole_dir,
+    whole_file,
+    writable_dir,
+    write_lines,
+)
+from mtrain.io.lines import ignore, read_lines
 from mtrain.io.text_width import count
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.logger import Console, resumable
@@ -475,8 +483,8 @@ def _write_part(
     lost: Sequence[_Lost],
     request: AugmentRequest,
 ) -> None:
-    with whole_file(_part_path(work_dir, number, _PAIRS)) as path:
-        _write_entries(path, (_entry(block[pair.row], pair, request) for pair in pairs))
+    entries = (_entry(block[pair.row], pair, request) for pair in pairs)
+    _write_entries(_part_path(work_dir, number, _PAIRS), entries)
     with (
         whole_file(_part_path(work_dir, number, _DROPPED)) as path,
         dropped.open_writer(path) as writer,
@@ -499,10 +507,8 @@ def _entry(row: Pair, pair: Candidate, request: AugmentRequest) -> Tree:
 
 
 def _write_entries(path: Path, entries: Iterable[Tree]) -> None:
-    """Write gzip-compressed JSON lines; the same entries result in the same bytes."""
-    encode = json.JSONEncoder(ensure_ascii=False).encode
-    with open_gzip_writer(path) as stream:
-        stream.writelines(encode(entry) + "\n" for entry in entries)
+    """Write JSON lines, gzipped as the name says; the same entries result in the same bytes."""
+    write_lines(path, map(json.JSONEncoder(ensure_ascii=False).encode, entries))
 
 
 def _read_entries(path: Path) -> Iterator[Tree]:
