@@ -13,12 +13,11 @@ from mtrain.decode.formats import number_words, word_starts
 from mtrain.decode.translator import EncodedSource
 from mtrain.tokenizer.sentencepiece import Vocabulary
 
+SENTENCE_ENDS = ".!?…։؟۔।॥།။።፧។៕"  # a space follows
+WIDE_SENTENCE_ENDS = "。！？｡"  # of Chinese and Japanese, where none follows
 _SENTENCE = re.compile(
-    r"\S.*?(?:(?<=[.!?\u2026\u0589\u061f\u06d4\u0964\u0965\u0f0d\u104b\u1362\u1367\u17d4\u17d5])"
-    r"[\"'\u201d\u2019)\]\u00bb]*\s+"
-    # Chinese and Japanese, where no space follows
-    r"|(?<=[\u3002\uff01\uff1f\uff61])"
-    r"[\u3002\uff01\uff1f\uff61\"'\u201d\u2019\u300d\u300f\uff63\uff09)\u300b\u3011]*"
+    rf"\S.*?(?:(?<=[{SENTENCE_ENDS}])[\"'”’)\]»]*\s+"
+    rf"|(?<=[{WIDE_SENTENCE_ENDS}])[{WIDE_SENTENCE_ENDS}\"'”’」』｣）)》】]*"
     r"|\Z)",
     re.DOTALL,
 )

@@ -15,11 +15,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from mtrain.decode.split_long import SENTENCE_ENDS, WIDE_SENTENCE_ENDS
+
 _NUM_LABELS, _END = 5, 2  # MiniSBD's labels of a character; here 0, or 2 at a sentence's end
 _CHARACTERS = {  # of each class but letters, which depend on the language
     "full stop": ".",
-    "end": "!?؟۔।॥։።፧។៕။།",
-    "wide end": "。！？｡．",
+    "end": SENTENCE_ENDS.replace(".", ""),
+    "wide end": WIDE_SENTENCE_ENDS + "．",
     "space": " ",
     "closer": "\"'”’»)]}」』）",
     "opener": "“„«‹‘‚([{¿¡「『（",
