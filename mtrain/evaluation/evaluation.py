@@ -240,13 +240,19 @@ def evaluate_systems(
     if is_default and (note := tokenizer_note(tgt_lang)):
         warn(f"{note}; `--tokenize` takes another")
     outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
+    has_several = sum(map(bool, systems.values())) > 1
     for system, runs in systems.items():
         if not runs:
             (name,) = tests
             outputs[name][system] = translations[system]
-        else:
-            for name, hypotheses in translate_tests(runs[0], load(runs), tests_of[system], warn):
-                outputs[name][system] = hypotheses
+            continue
+
+        def warn_of_system(text: str, system: str = system) -> None:
+            warn(f"{system}: {text}" if has_several else text)
+
+        of_tests = translate_tests(runs[0], load(runs), tests_of[system], warn_of_system)
+        for name, hypotheses in of_tests:
+            outputs[name][system] = hypotheses
     if not is_scored:
         return [], outputs
     counts = None

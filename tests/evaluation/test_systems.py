@@ -85,7 +85,8 @@ def error_line(outcome: Any) -> str:
 
 def without_warnings_of_lines(outcome: Any) -> list[str]:
     """Return the lines of stderr without the warnings about poor translations."""
-    return [line for line in outcome.err.splitlines() if not line.startswith("mtrain: held_out: ")]
+    pattern = r"mtrain: (\S+: )?held_out: "
+    return [line for line in outcome.err.splitlines() if not re.match(pattern, line)]
 
 
 def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
@@ -453,6 +454,20 @@ def test_eval_splits_long_lines_and_warns_as_translate_does(
     assert tree["scores"][0]["value"] == result.scores[0].value
     assert [record["difference"] for record in tree["comparisons"]] == [0.0]
     assert [record["worse"] for record in tree["contrasts"]] == [[]]
+
+
+def test_a_warning_about_lines_names_the_run_where_several_translate(
+    cli: Cli, trained: RunDir, changed: Changed
+) -> None:
+    run = changed("short", origin=trained, data__max_tokens=5)
+    translated = cli("translate", run.path, stdin="\n".join(SOURCES).encode())
+    expected = [
+        f"mtrain: {run.path}: held_out: {line.removeprefix('mtrain: ')}"
+        for line in translated.err.splitlines()
+    ]
+    outcome = cli("eval", trained.path, "--compare", run.path, "--metrics", "bleu")
+    assert outcome.code == 0
+    assert [line for line in outcome.err.splitlines() if str(run.path) in line] == expected != []
 
 
 def test_details_fit_80_columns_for_odd_lines_and_control_characters_are_escaped(
