@@ -173,7 +173,13 @@ def set_weights(
     Raises:
         RunError: if the weights are those of another model.
     """
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters())
+    if unused := sorted(weights.keys() - named.keys()):
+        raise RunError(
+            f"{path}: must hold the weights of the model that config.yaml asks for, but also holds "
+            f"`{unused[0]}`; restore the run's own config.yaml."
+        )
+    for name, parameter in named.items():
         tensor = weights.get(name)
         if tensor is None or tensor.shape != parameter.shape:
             actual = tuple(tensor.shape) if tensor is not None else "missing"

@@ -414,6 +414,21 @@ def test_weights_with_a_wrong_shape_or_a_missing_tensor_are_refused(
         )
 
 
+def test_weights_of_a_model_with_more_layers_are_refused(
+    trained: RunDir, translator: Translator
+) -> None:
+    weights = dict(translator.model.named_parameters())
+    name = "decoder.1.residual_1.norm.weight"
+    with pytest.raises(RunError) as error:
+        load_model.set_weights(
+            translator.model, {**weights, name: torch.ones(2)}, trained.model_path
+        )
+    assert str(error.value) == (
+        f"{trained.model_path}: must hold the weights of the model that config.yaml asks for, but "
+        f"also holds `{name}`; restore the run's own config.yaml."
+    )
+
+
 def test_pick_device_finds_cpu_or_cuda_and_refuses_unknown_names() -> None:
     assert translator_module.pick_device("cpu").type == "cpu"
     assert translator_module.pick_device("auto").type == (
