@@ -284,8 +284,10 @@ class _RunChecker:
         if not differing:
             yield f"{again}: the same bytes"
         elif not change:
-            parts, older, newer = ", ".join(differing), span.older.name, span.newer.name
-            advice = f"restore {older} and {newer} from a copy of the run."
+            parts, wrong = ", ".join(differing), span.newer.name
+            if differing == [replay.METRICS]:  # then the newer checkpoint is right
+                wrong = replay.METRICS
+            advice = f"restore {span.older.name} and {wrong} from a copy of the run."
             yield CheckResult("resume", "FAILED", f"{again} differ in {parts}; {advice}")
         elif distance <= _ROUNDING:
             yield f"{again}: the same to rounding ({change})"

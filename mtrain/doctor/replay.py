@@ -23,6 +23,7 @@ from mtrain.runtime import device
 from mtrain.runtime.signals import Signals
 from mtrain.training.trainer import Trainer
 
+METRICS = "metrics.jsonl"  # compared if all parts of the checkpoint are the same
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # these differ between equal trainings
 
 
@@ -109,7 +110,7 @@ def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, s
             again = _metrics(scratch.metrics_path, span)
             logged = _metrics(run.metrics_path, span)
             if any(again.get(key) != line for key, line in logged.items()):
-                differing = ["metrics.jsonl"]
+                differing = [METRICS]
     change = _difference(stored.weights, before.weights)
     distance = _difference(replayed.weights, stored.weights) / change if change else 0.0
     return differing, distance, _environment_change(span, trainer.current_environment())

@@ -654,7 +654,8 @@ def test_a_changed_checkpoint_with_matching_checksums_is_found_by_the_replay(
     assert failed(outcome) == ["resume"]
     said = facts(outcome, "resume")[0]
     assert said.startswith("steps 9 to 12 made again differ in ")
-    assert said.endswith("restore step-00000008 and step-00000012 from a copy of the run.")
+    wrong = "metrics.jsonl" if (part, name) == ("progress.json", OLDER) else "step-00000012"
+    assert said.endswith(f"restore step-00000008 and {wrong} from a copy of the run.")
     if name == NEWEST:
         named = {"model": "weights", "optimizer": "optimizer", "progress": "progress"}
         assert f"differ in {named[part.partition('.')[0]]};" in said
@@ -669,7 +670,10 @@ def test_changed_metrics_are_found_by_the_replay(cli: Cli, run: RunDir, key: str
     run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     outcome = examined(cli, run)
     assert failed(outcome) == ["resume"]
-    assert "differ in metrics.jsonl;" in facts(outcome, "resume")[0]
+    assert facts(outcome, "resume") == [
+        "steps 9 to 12 made again differ in metrics.jsonl; restore step-00000008 and metrics.jsonl "
+        "from a copy of the run."
+    ]
 
 
 def test_missing_or_truncated_metrics_are_not_compared(cli: Cli, run: RunDir) -> None:
