@@ -17,6 +17,7 @@ import torch
 from mtrain.config.sections import Config
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Checkpoint, Environment, Weights
+from mtrain.run.load_model import set_weights
 from mtrain.run.logger import RunLog, read_metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
@@ -96,6 +97,10 @@ def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, s
             with RunLog(scratch.metrics_path, console=None, bar=bar) as log:
                 trainer = _ReplayTrainer(config, scratch, log)
                 trainer.elapsed_after = elapsed_after_steps(run, span)
+                newer = span.newer / "model.safetensors"
+                weights = checkpoint.load_model(newer, trainer.fingerprint)
+                set_weights(trainer.model, weights, newer)  # raises if they are another model's
+                del weights
                 with closing(trainer.gradients.workers):
                     trainer.restore(span.older)
                     trainer.probe_memory()

@@ -661,6 +661,24 @@ def test_a_changed_checkpoint_with_matching_checksums_is_found_by_the_replay(
         assert f"differ in {named[part.partition('.')[0]]};" in said
 
 
+def test_a_checkpoint_of_another_model_with_matching_checksums_is_named(
+    cli: Cli, run: RunDir
+) -> None:
+    path = run.path / NEWEST / "model.safetensors"
+    fingerprint, tensors = checkpoint.load_fingerprint(path), load_file(path)
+    assert fingerprint is not None
+    name = "encoder.0.feed_forward.inner.weight"
+    tensors[name] = tensors[name].repeat(2, 1)
+    checkpoint._write_tensors(path, tensors, fingerprint)
+    reseal(path.parent)
+    outcome = examined(cli, run)
+    assert failed(outcome) == ["resume"]
+    assert facts(outcome, "resume") == [
+        f"{NEWEST}/model.safetensors: `{name}` must have the shape (32, 16) that config.yaml asks "
+        "for, but is (64, 16) instead; restore the run's own config.yaml."
+    ]
+
+
 @pytest.mark.parametrize("key", ["loss", "valid_bleu", "lr", "grad_norm"])
 def test_changed_metrics_are_found_by_the_replay(cli: Cli, run: RunDir, key: str) -> None:
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
