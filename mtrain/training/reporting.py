@@ -77,7 +77,7 @@ class TrainingLogger:
             self.log.metrics({"step": 0, "num_pairs": len(data), "pairs_dropped": counts})
         plan = data.plan(config.batch_tokens)
         tokens = f"{data.num_src_tokens:,} source and {data.num_tgt_tokens:,} target"
-        num_updates = math.ceil(plan.num_batches / config.accumulate)
+        num_updates = plan.num_batches / config.accumulate  # an update may span epochs
         for line in (
             f"vocab    {prepare.format_vocabulary_sizes(tokenizer)}",
             f"pairs    {len(data):,} for training, dropped {dropped.format_counts(counts)},",
@@ -85,7 +85,8 @@ class TrainingLogger:
             *(f"mixed    {share}" for share in data.format_shares()),
             f"tokens   {tokens} an epoch",
             f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding",
-            f"updates  {num_updates:,} an epoch, accumulation {config.accumulate}",
+            f"updates  {num_updates:{',.0f' if num_updates >= 10 else '.2g'}} an epoch, "
+            f"accumulation {config.accumulate}",
         ):
             self.log.say(line)
 

@@ -1429,6 +1429,18 @@ def test_the_header_prints_model_vocabulary_stopping_rules_examples_and_pairs(
     assert "pairs    200 for training, dropped 0," in said
 
 
+@pytest.mark.parametrize(("accumulate", "shown"), [(1, "13"), (5, "2.6"), (52, "0.25")])
+def test_the_header_prints_how_many_updates_an_epoch_is(
+    cli: Cli, source: Path, tmp_path: Path, accumulate: int, shown: str
+) -> None:
+    overrides = ["training.max_steps=1", f"training.accumulate={accumulate}"]
+    options = [text for key in overrides for text in ("--set", key)]
+    said = cli("train", source, "--run", tmp_path / "run", *options).err.splitlines()
+    (batches,) = (line for line in said if line.startswith("batches  "))
+    assert batches.startswith("batches  13 an epoch, ")
+    assert f"updates  {shown} an epoch, accumulation {accumulate}" in said
+
+
 @pytest.mark.parametrize("num_examples", [0, 1, 5])
 def test_each_validation_prints_different_examples_until_all_were_printed(
     monkeypatch: pytest.MonkeyPatch,
