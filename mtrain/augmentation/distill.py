@@ -10,7 +10,7 @@ from pathlib import Path
 from mtrain.augmentation.new_config import with_corpus
 from mtrain.augmentation.options import AugmentOptions, Student
 from mtrain.autoconfig.presets import PRESETS
-from mtrain.config import config_file
+from mtrain.config import config_file, sections
 from mtrain.config.sections import Config, ModelConfig
 from mtrain.corpus import length_stats
 from mtrain.decode import translator as translating
@@ -65,8 +65,9 @@ def student_config(
             tree["model"][key] = value
         elif value not in (expected, getattr(model, key)):
             raise ConfigError(
-                f"`model.{key}` must be {expected!r}, as in {teacher.path}, but is {value!r} "
-                "instead; `--student` sets the size of the student."
+                f"`model.{key}` must be {sections.format_value(expected)}, as in {teacher.path}, "
+                f"but is {sections.format_value(value)} instead; `--student` sets the size of the "
+                "student."
             )
     for key in ("init_from", "replay"):  # the student is trained from scratch
         tree.get("training", {}).pop(key, None)

@@ -580,7 +580,8 @@ def check_same_data(config: Config, run: RunDir) -> None:
         if value != getattr(old.model, key) and checkpoint.steps(run.checkpoints_dir):
             raise RunError(
                 f"{run.path}: its checkpoints have another `model.{key}` "
-                f"({getattr(old.model, key)!r}); choose another --run, or delete this run folder."
+                f"({format_value(getattr(old.model, key))}); choose another --run, or delete this "
+                "run folder."
             )
 
 

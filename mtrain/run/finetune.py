@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.config.config_file import from_tree
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, format_value
 from mtrain.errors import ConfigError, RunError
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import ProcessGroup
@@ -58,8 +58,8 @@ def complete_config(config: Config, name: str) -> Config:
             expected = getattr(theirs, key)
             if key not in MAY_DIFFER and value != expected:
                 raise ConfigError(
-                    f"{name}: `{section}.{key}` must be {expected!r}, as in {init_from}, but is "
-                    f"{value!r} instead."
+                    f"{name}: `{section}.{key}` must be {format_value(expected)}, as in "
+                    f"{init_from}, but is {format_value(value)} instead."
                 )
         sections[section] = theirs.model_copy(update=explicit)
     return from_tree(config.model_copy(update=sections).model_dump(exclude_unset=True), name)

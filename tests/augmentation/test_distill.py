@@ -65,13 +65,17 @@ def test_a_student_has_the_dropout_rates_of_its_config_and_other_keys_must_fit_t
         student_config(config_file.from_tree(tree, "config"), *request).training.init_from is None
     )
     del tree["training"]["init_from"]
-    tree["model"]["num_decoder_layers"] = 4
-    with pytest.raises(mtrain.ConfigError) as error:
-        student_config(mtrain.load_config(tree), *request)
-    assert str(error.value) == (
-        f"`model.num_decoder_layers` must be {teacher.num_decoder_layers}, as in {reverser.path}, "
-        "but is 4 instead; `--student` sets the size of the student."
-    )
+    for key, expected, value in (
+        ("num_decoder_layers", teacher.num_decoder_layers, 4),
+        ("attention_window", "null", 9),
+    ):
+        tree["model"] = {key: value}
+        with pytest.raises(mtrain.ConfigError) as error:
+            student_config(mtrain.load_config(tree), *request)
+        assert str(error.value) == (
+            f"`model.{key}` must be {expected}, as in {reverser.path}, but is {value} instead; "
+            "`--student` sets the size of the student."
+        )
 
 
 def test_distill_trains_on_the_teachers_translations_and_compares_student_and_teacher(

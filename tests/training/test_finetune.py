@@ -139,22 +139,24 @@ def test_base_weights_that_change_before_the_first_checkpoint_are_logged_again(
 
 @pytest.mark.parametrize(
     ("key", "wanted", "given"),
-    [
-        ("model.d_model", 16, 32),
-        ("model.d_ff", 48, 256),  # an explicit value is refused even if it is the default
-        ("model.norm", "post", "pre"),
-        ("model.num_encoder_layers", 1, 2),
-        ("tokenizer.kind", "bpe", "unigram"),
-        ("tokenizer.vocab_size", 290, 8000),
-        ("tokenizer.max_training_lines", 500_000, 10),
+    [  # as YAML has them
+        ("model.d_model", "16", "32"),
+        ("model.d_ff", "48", "256"),  # an explicit value is refused even if it is the default
+        ("model.norm", "'post'", "'pre'"),
+        ("model.num_encoder_layers", "1", "2"),
+        ("model.attention_window", "null", "5"),
+        ("tokenizer.kind", "'bpe'", "'unigram'"),
+        ("tokenizer.vocab_size", "290", "null"),
+        ("tokenizer.byte_fallback", "true", "false"),
+        ("tokenizer.max_training_lines", "500000", "10"),
     ],
 )
 def test_a_key_that_contradicts_the_base_run_is_named(
-    base: RunDir, tmp_path: Path, key: str, wanted: object, given: object
+    base: RunDir, tmp_path: Path, key: str, wanted: str, given: str
 ) -> None:
     with pytest.raises(mtrain.ConfigError) as error:
         mtrain.load_config(tuned(base, tmp_path), [f"{key}={given}"])
-    said = f"config: `{key}` must be {wanted!r}, as in {base.path}, but is {given!r} instead."
+    said = f"config: `{key}` must be {wanted}, as in {base.path}, but is {given} instead."
     assert str(error.value) == said
 
 

@@ -1191,7 +1191,11 @@ def test_ten_skipped_updates_in_a_row_end_the_run_and_keep_its_last_checkpoint(
 
 @pytest.mark.parametrize(
     ("setting", "key", "old"),
-    [("model.d_ff=64", "d_ff", "32"), ("model.norm=pre", "norm", "'post'")],
+    [
+        ("model.d_ff=64", "d_ff", "32"),
+        ("model.norm=pre", "norm", "'post'"),
+        ("model.attention_window=5", "attention_window", "null"),
+    ],
 )
 def test_a_changed_model_config_is_refused_once_there_are_checkpoints(
     source: Path, straight: RunDir, tmp_path: Path, setting: str, key: str, old: str
