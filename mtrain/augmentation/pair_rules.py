@@ -78,10 +78,6 @@ class PairRules:
         reasons = rules.drop_reasons(self._rules, block, self._profile)
         src_keys, tgt_keys = src.keys.tolist(), tgt.keys.tolist()
         seen = _known_keys(known)
-        for candidate, src_key, tgt_key in zip(candidates, src_keys, tgt_keys, strict=True):
-            has_src, has_tgt = map(bool, known[candidate.row])
-            if not (has_src and has_tgt):  # drops a synthetic side without letters or digits
-                seen.add((candidate.row, src_key * has_src, tgt_key * has_tgt))
         for index, candidate in enumerate(candidates):
             flag = next((flag for flag in FLAGS if flag in candidate.flags), None)
             key = candidate.row, src_keys[index], tgt_keys[index]
@@ -93,8 +89,14 @@ class PairRules:
 
 
 def _known_keys(known: Sequence[tuple[str, str]]) -> set[tuple[int, int, int]]:
-    """Return the row and the keys of both sides of each real pair; not where one is empty."""
-    rows = [row for row, pair in enumerate(known) if all(pair)]
-    sides = [[known[row][side] for row in rows] for side in (0, 1)]
-    keys = [measure(side, Feature.KEY).keys.tolist() for side in sides]
-    return set(zip(rows, *keys, strict=True))
+    """Return the row and the keys of both sides of each real pair, also with either key as 0.
+
+    0 is the key of a side without letters or digits, such as a synthetic one.
+    """
+    keys = [measure([pair[side] for pair in known], Feature.KEY).keys.tolist() for side in (0, 1)]
+    rows = enumerate(zip(*keys, strict=True))
+    return {
+        entry
+        for row, (src, tgt) in rows
+        for entry in ((row, src, tgt), (row, src, 0), (row, 0, tgt))
+    }

@@ -201,6 +201,31 @@ def test_synthetic_pairs_of_either_direction_are_kept_if_the_training_text_has_b
     ]
 
 
+def test_a_pair_that_exists_or_whose_synthetic_side_has_no_letters_is_dropped_as_repeated(
+    tree: Tree, tmp_path: Path
+) -> None:
+    data = mtrain.load_config(tree).data
+    pair_rules = PairRules(data, real_text(data.train), tmp_path)
+    known = [("ba ce", ""), ("", "fo gu"), ("ba ce", "fo gu"), ("...", "fo gu")]
+    repeated = [
+        *(Candidate("ba ce", "...", 0), Candidate("?!", "fo gu", 1)),
+        *(
+            Candidate("ba ce", "...", 2),
+            Candidate("?!", "fo gu", 2),
+            Candidate("Ba ce!", "fo gu", 2),
+        ),
+        Candidate("?!", "fo gu", 3),
+    ]
+    kept = [
+        *(Candidate("ba ce", "ha je", 0), Candidate("ha je", "fo gu", 1)),
+        *(Candidate("ba ce", "ha je", 2), Candidate("ha je", "fo gu", 2)),
+        *(Candidate("...", "ha je", 3), Candidate("ha je", "fo gu", 3)),
+    ]
+    assert pair_rules.reasons(repeated, known) == ["repeated"] * len(repeated)
+    assert pair_rules.reasons(kept, known) == [None] * len(kept)
+    assert pair_rules.reasons(kept + kept, known) == [None] * len(kept) + ["repeated"] * len(kept)
+
+
 def test_repeating_the_command_changes_nothing_and_other_settings_are_refused(
     cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
 ) -> None:
