@@ -55,7 +55,7 @@ from mtrain.runtime.device import pick_device
 
 PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
 _DIGITS = 4  # decimal places of the log-probabilities that are written
-_EARLY = {"blank", "not-utf8", "repeated"}  # reasons of lines that are not translated
+_OF_TEXT = {"blank", "not-utf8"}  # reasons that do not depend on the translations
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
 Tree = dict[str, Any]
 _Lost = tuple[int, str]  # a row, and the reason why its pair is dropped
@@ -530,7 +530,9 @@ def _collect(
     counts = sum((Counter(part.dropped) for part in parts), Counter[str]())
     if not any(part.num_pairs for part in parts):
         shutil.rmtree(work_dir)
-        remedy = "the text" if counts.keys() <= _EARLY else "the text or the run that translates it"
+        remedy = (
+            "the text" if counts.keys() <= _OF_TEXT else "the text or the run that translates it"
+        )
         key = "data.train" if request.with_training_text else f"--{request.mode}"
         raise dropped.none_left(key, counts, remedy)
     key = "score" if request.judge is None else "agreement"

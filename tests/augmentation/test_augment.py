@@ -539,6 +539,24 @@ def test_again_makes_new_pairs_from_the_training_text_with_models_of_both_direct
     assert reasons["repeated"] > 100  # two of the models reverse as the training text does
 
 
+def test_if_all_translations_exist_already_another_run_is_proposed(
+    cli: Cli, tree: Tree, reverser: RunDir, tmp_path: Path
+) -> None:
+    (translation,) = mtrain.load(reverser.path).translate(["ba ce di fo"])
+    files = {"src": ["ba ce di fo", "Ba ce di fo!"], "tgt": [translation, f"{translation}!"]}
+    tree["data"]["train"] = {
+        side: [str(write(tmp_path / f"few.{side}", lines))] for side, lines in files.items()
+    }
+    config = tmp_path / "few.yaml"
+    write_config(config, tree)
+    done = cli("augment", config, "--again", "--using", reverser.path, "-o", tmp_path / "div")
+    assert done.code == 2
+    assert done.err.endswith(
+        "mtrain: `data.train` must have a pair that can be used, but all are dropped: 2 (repeated "
+        "2); change the text or the run that translates it.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "is_back"), [("back", True), ("forward", False), ("again", False)]
 )
