@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import sys
@@ -45,8 +46,9 @@ class TrainingLogger:
 
     def say_changes(self, changes: Mapping[str, Sequence[object]]) -> None:
         """Say each changed key with both values, from `config_file.changes`."""
-        for key, (before, now) in changes.items():
-            self.log.say(f"changed  {key}: {before!r} before, {now!r} now")
+        for key, values in changes.items():
+            before, now = (json.dumps(value, ensure_ascii=False) for value in values)  # as in YAML
+            self.log.say(f"changed  {key}: {before} before, {now} now")
 
     def log_changes(self, run: RunDir, config: Config, step: int) -> None:
         """Log how config and corpora differ from before, if it resumes at `step` > 0."""

@@ -742,6 +742,7 @@ def test_config_changes_are_printed_and_logged(
     assert "changed  seed: 1 before, 2 now\n" in said
     assert "changed  training.max_steps: 12 before, 14 now\n" in said
     assert "changed  training.betas: [0.9, 0.98] before, [0.9, 0.99] now\n" in said
+    assert "changed  training.consistency.weight: null before, 3.0 now\n" in said
     (line,) = [line for line in metrics(run) if "changed_config" in line]
     assert line["step"] == 12
     assert line["changed_config"] == {
