@@ -30,8 +30,8 @@ Numbers = npt.NDArray[np.uint32]
 class Repeats(NamedTuple):
     """For each pair, the number of an earlier pair, from 1; 0 if there is none."""
 
-    of_pair: Numbers  # the first pair with the same two sides
-    of_src: Numbers  # the first pair with the same source and another target, if `of_pair` is 0
+    of_pair: Numbers  # the first pair with the same two sides, neither of them blank
+    of_src: Numbers  # the first with the same source and another target, if `of_pair` is 0
 
 
 def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
@@ -42,7 +42,8 @@ def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
         blocks = [(np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.int64))]
         for window in read():
             src, tgt = window.src["hash"], window.tgt["hash"]
-            rows = np.flatnonzero(src % np.uint64(num_passes) == remainder)
+            is_whole = (src != 0) & (tgt != 0)
+            rows = np.flatnonzero(is_whole & (src % np.uint64(num_passes) == remainder))
             blocks.append((src[rows], tgt[rows], rows + window.first))
         src, tgt, numbers = (np.concatenate(column) for column in zip(*blocks, strict=True))
         order = np.lexsort((tgt, src))  # stable: equal pairs stay in the corpus's order

@@ -117,6 +117,18 @@ def test_a_pair_that_breaks_several_rules_is_dropped_for_one_reason(tmp_path: Pa
     assert len(lines) == len(set(lines))
 
 
+def test_a_source_whose_only_other_target_is_blank_keeps_its_translation(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    pairs = [Pair(f"{pair.src} {number}", pair.tgt) for number, pair in enumerate(copy_task(50, 1))]
+    pairs[30], pairs[40] = pairs[3], Pair(pairs[5].src, pairs[6].tgt)
+    pairs[3] = Pair(pairs[3].src, " ")
+    tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
+    tree["data"]["clean"] = ["blank-side", "repeated-source"]
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
+    found = dropped_lines(config, tmp_path, 50)
+    assert found == {"blank-side": [4], "repeated-source": [41]}
+
+
 def test_check_predicts_the_number_of_pairs_that_training_drops_for_each_reason(
     cli: Cli, tmp_path: Path
 ) -> None:
