@@ -15,7 +15,7 @@ import numpy as np
 
 from mtrain import __version__
 from mtrain.audit.scan import PAIR, TRAIN, PairFilter, PairRecords, Scan, scan_corpora
-from mtrain.config.corpora import Corpus, SyntheticCorpus, corpora_of, weight_of
+from mtrain.config.corpora import Corpus, HubCorpus, SyntheticCorpus, corpora_of, weight_of
 from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, Tree, format_value
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
@@ -525,18 +525,39 @@ def _read_tree(path: Path) -> Tree:
         return {}
 
 
+def changed_corpora(run: RunDir) -> dict[str, list[str | None]]:
+    """Return {path: [checksum at tokenizing, checksum now]} of the corpus files that have changed.
+
+    The first is None for a file that was added to a local folder of `hub` since.
+    """
+    marks = read_marks(run)
+    changed: dict[str, list[str | None]] = {
+        path: [marks[path].sha256, now] for path, now in changed_files(marks).items()
+    }
+    for corpus in all_corpora(run.config.data):
+        if isinstance(corpus, HubCorpus) and marks:  # there are none if their file is damaged
+            changed |= {
+                path: [None, sha256_if_readable(Path(path))]
+                for path in paths_of(corpus)
+                if path not in marks
+                and not Path(path).absolute().is_relative_to(run.path.absolute())
+            }
+    return changed
+
+
 def _check_same_files(run: RunDir, console: Console) -> None:
     """Reject corpora that have changed; if there are checkpoints, only warn."""
     has_checkpoints = bool(checkpoint.steps(run.checkpoints_dir))
-    for path in changed_files(read_marks(run)):
+    for path, (before, _) in changed_corpora(run).items():
         if not has_checkpoints:
+            how = "was added" if before is None else "has changed"
             raise RunError(
-                f"{path}: has changed since {run.path} was tokenized; choose another --run, or "
+                f"{path}: {how} since {run.path} was tokenized; choose another --run, or "
                 "delete this run folder."
             )
+        what = "is new in its folder" if before is None else "is not the file that was tokenized"
         console.say(
-            f"changed  {path}: is not the file that was tokenized; the training goes on with the "
-            "pairs as they were tokenized"
+            f"changed  {path}: {what}; the training goes on with the pairs as they were tokenized"
         )
 
 

@@ -15,7 +15,6 @@ import torch
 from mtrain.config import config_file
 from mtrain.config.sections import Config, TrainingConfig
 from mtrain.corpus import dropped
-from mtrain.corpus.reader import changed_files
 from mtrain.data import prepare
 from mtrain.data.batch import MicroBatchSplit
 from mtrain.data.loader import TrainingData
@@ -59,8 +58,7 @@ class TrainingLogger:
         self.say_changes(changes)
         if changes:
             self.log.metrics({"step": step, "changed_config": changes})
-        marks = prepare.read_marks(run)
-        changed = {path: [marks[path].sha256, now] for path, now in changed_files(marks).items()}
+        changed = prepare.changed_corpora(run)
         if changed and not self.log.holds("changed_corpora", changed):
             self.log.metrics({"step": step, "changed_corpora": changed})
 

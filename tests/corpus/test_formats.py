@@ -1,6 +1,7 @@
 """All corpus formats give the same pairs; a malformed row is reported with its file and row."""
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -220,6 +221,38 @@ def test_tokenize_refuses_a_changed_corpus_file_of_every_format(
     path.write_bytes(path.read_bytes() + b"\n")
     outcome = cli("tokenize", config)
     assert (outcome.code, "has changed since" in outcome.err) == (2, True)
+
+
+def test_a_file_that_is_added_to_a_local_dataset_folder_is_reported_as_a_changed_file_is(
+    cli: Cli, tmp_path: Path
+) -> None:
+    tree = tiny_tree(tmp_path)
+    make = as_hub(write_jsonl, streaming=False)
+    tree["data"]["train"] = make(tmp_path, "train", reverse_task(200, 1))
+    folder = Path(tree["data"]["train"]["hub"])
+    tree["run_dir"] = str(folder / "run")  # its files are not the data set's
+    config, run = write_config(tmp_path / "config.yaml", tree), RunDir(folder / "run")
+    assert cli("tokenize", config).code == 0
+    assert cli("tokenize", config).code == 0
+    path, part = folder / "aa-bb" / "more.jsonl", folder / "aa-bb" / "part.jsonl"
+    said = f"{path}: was added since {run.path} was tokenized; choose another --run, or delete "
+    for add in (lambda: part.rename(path), lambda: shutil.copy(path, part)):
+        add()
+        outcome = cli("train", config)
+        assert (outcome.code, outcome.err) == (2, f"mtrain: {said}this run folder.\n")
+    path.rename(tmp_path / path.name)
+    assert cli("train", config, "--set", "training.max_steps=2").code == 0
+    (tmp_path / path.name).rename(path)
+    for _ in range(2):
+        outcome = cli("train", config, "--set", "training.max_steps=4")
+        assert outcome.code == 0
+        assert (
+            f"changed  {path}: is new in its folder; the training goes on with the pairs as they "
+            "were tokenized"
+        ) in outcome.err.splitlines()
+    lines = map(json.loads, run.metrics_path.read_text("utf-8").splitlines())
+    (changed,) = [line["changed_corpora"] for line in lines if "changed_corpora" in line]
+    assert changed == {str(path): [None, hashlib.sha256(path.read_bytes()).hexdigest()]}
 
 
 # Errors
