@@ -329,6 +329,7 @@ def _resolve(hub: str, revision: str | None) -> str | None:
         HFValidationError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
@@ -339,6 +340,11 @@ def _resolve(hub: str, revision: str | None) -> str | None:
         raise DataError(
             f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, "
             "but is neither."
+        ) from None
+    except RevisionNotFoundError:
+        raise DataError(
+            f"{hub}: `revision` must be a branch, a tag or a commit of this data set, but is "
+            f"{revision!r} instead."
         ) from None
     except Exception as error:  # the type depends on the HTTP library
         raise _unreachable(hub, error) from None

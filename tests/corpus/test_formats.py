@@ -20,7 +20,7 @@ import pytest
 import yaml
 from conftest import Cli
 from huggingface_hub import HfApi
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 from pyarrow import parquet
 from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, write_config
 
@@ -499,6 +499,21 @@ def test_a_missing_local_folder_is_not_looked_up_on_the_hub(
     assert said == (
         f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, but is "
         "neither."
+    )
+
+
+def test_a_revision_that_a_hub_dataset_lacks_is_named_in_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def info(*_: object, **options: Any) -> Any:
+        response: Any = SimpleNamespace(headers={}, request=None)
+        raise RevisionNotFoundError("404 Client Error", response=response)
+
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    tree = {"hub": "some/set", "split": "train", "revision": "mian", **FIELDS}
+    assert message(tree) == (
+        "some/set: `revision` must be a branch, a tag or a commit of this data set, but is 'mian' "
+        "instead."
     )
 
 
