@@ -307,8 +307,25 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
     except ConnectionError as error:
         raise _unreachable(corpus.hub, error) from None
     except Exception as error:  # `datasets` and its readers raise many types
-        raise DataError(f"{name}: cannot be loaded as a data set: {_line(error)}.") from None
+        raise DataError(f"{name}: cannot be loaded as a data set: {_reason(error)}.") from None
     advance(sum(Path(path).stat().st_size for path in paths_of(corpus)))
+
+
+def _reason(error: BaseException) -> str:
+    """Return in one line why `datasets` cannot load a data set."""
+    from datasets.exceptions import DatasetGenerationError
+    from datasets.table import CastError
+
+    if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
+        error = error.__cause__  # names the problem
+    if isinstance(error, CastError):
+        columns = {*error.table_column_names} ^ {*error.requested_column_names}
+        shown = visible(", ".join(sorted(columns)))
+        return f"its files must have the same columns, but only some have {shortened(shown, 60)}"
+    if isinstance(error, StopIteration):
+        return "its first file is empty"
+    text = " ".join(str(error).split())
+    return shortened(text.rstrip("."), 300) or type(error).__name__
 
 
 def _csv_options(path: str, corpus: HubCorpus) -> dict[str, Any]:

@@ -374,6 +374,53 @@ def test_a_wrong_column_split_config_or_revision_of_a_dataset_is_named_in_the_er
     )
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"train-0.jsonl": '{"s": "a", "t": "b"}\n', "train-1.jsonl": '{"s": "a", "n": 1}\n'},
+            "its files must have the same columns, but only some have n.",
+        ),
+        (
+            {"train-0.jsonl": '{"s": "a", "t": "b"}\n{"s'},
+            "JSON parse error: Missing a closing quotation mark in string. in row 1.",
+        ),
+        ({"train.jsonl": ""}, "its first file is empty."),
+        (
+            {
+                "a.csv": "s,t\na,b\n",
+                "README.md": "---\nconfigs:\n- {config_name: x, data_files: a.csv}\n"
+                "- {config_name: y, data_files: a.csv}\n---\n",
+            },
+            "Config name is missing. Please pick one among the available configs: ['x', 'y']",
+        ),
+    ],
+)
+def test_the_cause_is_named_if_a_dataset_cannot_be_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    said: str,
+    is_local: bool,
+) -> None:
+    folder, loaded = tmp_path / "set", datasets.load_dataset
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    if not is_local:
+
+        def load(name: str, *arguments: str, revision: str, **options: Any) -> Any:
+            return loaded(str(folder), *arguments, **options)
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **options: SimpleNamespace(sha="a"))
+    hub = str(folder) if is_local else "some/set"
+    found = message({"hub": hub, "split": "train", "src": "s", "tgt": "t"})
+    assert found.startswith(f"{hub}/train: cannot be loaded as a data set: {said}")
+    assert "\n" not in found
+
+
 @pytest.mark.parametrize("separator", [",", "\t"])
 def test_cells_of_a_local_csv_are_text_whatever_they_look_like(
     tmp_path: Path, separator: str
