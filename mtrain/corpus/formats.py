@@ -84,7 +84,8 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
             for path in corpus.tsv
         ]
     if isinstance(corpus, SyntheticCorpus):
-        synthetic.read_record(Path(corpus.synthetic))  # raises if it is incomplete
+        if not paths_of(corpus):
+            return [TableReader(corpus.synthetic, False, partial(_read_no_shards, corpus))]
         fields = _Fields("src", "tgt")
     else:
         fields = _Fields(corpus.src, corpus.tgt)
@@ -242,6 +243,13 @@ def _read_jsonl(
             else:
                 is_object = isinstance(row, dict)
                 yield fields.of(row) if is_object else Fault("must be a JSON object, but is not")
+
+
+def _read_no_shards(
+    corpus: SyntheticCorpus, advance: Advance, digest: Digest | None
+) -> Iterator[Row | Fault]:
+    synthetic.read_record(Path(corpus.synthetic))  # raises if it is incomplete
+    yield from ()
 
 
 def _read_parquet(

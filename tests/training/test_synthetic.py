@@ -10,6 +10,7 @@ import pytest
 from run_folders import timeless, weights
 from tasks import Said, Tree, prepared, reverse_task, stop_at, tiny_tree, train, write_config
 
+from mtrain import api
 from mtrain.config import config_file
 from mtrain.config.corpora import NamedCorpus, SyntheticCorpus
 from mtrain.corpus import length_stats, synthetic
@@ -296,6 +297,11 @@ def test_an_unfinished_synthetic_corpus_folder_is_refused(
     assert str(error.value) == (
         f"{directory}: must be a corpus folder that `mtrain augment` has finished, but {said}."
     )
+    report = api.check(config)
+    (finding,) = [finding for finding in report.findings if finding.name == "unreadable"]
+    problem = f"must be a corpus folder that `mtrain augment` has finished, but {said}"
+    assert finding.examples == [{"file": str(directory), "problem": problem}]
+    assert report.corpora[0].num_pairs == 200  # those of the other corpus
 
 
 def test_a_tag_that_the_tokenizer_of_the_run_lacks_is_refused(tree: Tree, tmp_path: Path) -> None:
