@@ -12,7 +12,7 @@ from mtrain.augmentation.options import AugmentOptions
 from mtrain.config import config_file
 from mtrain.config.corpora import corpora_of, weight_of
 from mtrain.config.sections import Config
-from mtrain.corpus.reader import count_pairs
+from mtrain.corpus.reader import read_whole
 from mtrain.data.prepare import check_tags
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
@@ -55,7 +55,7 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
     entry: dict[str, Any] = {"synthetic": str(output)}
     weights = [named.corpus.weight for named in corpora]
     if weight is not None and None in weights:
-        sizes = [count_pairs(named.corpus, named.name) for named in corpora]
+        sizes = [read_whole(named.corpus, named.name).num_pairs for named in corpora]
         weights = [weight_of(size, None, config.data.temperature) for size in sizes]
         entries = [old | {"weight": value} for old, value in zip(entries, weights, strict=True)]
         tree["data"].pop("temperature", None)

@@ -276,8 +276,8 @@ def possible_header(notes: FileNotes, data: DataConfig) -> tuple[str, str] | Non
     return row if row and is_header(row, (data.src_lang, data.tgt_lang)) else None
 
 
-def count_pairs(corpus: Corpus, name: str) -> int:
-    """Read and validate a whole corpus; return the number of its pairs.
+def read_whole(corpus: Corpus, name: str) -> Reader:
+    """Read and validate a whole corpus; return its reader, with the notes on its files.
 
     Raises:
         DataError: as a strict `Reader`, and if there is no pair.
@@ -286,7 +286,7 @@ def count_pairs(corpus: Corpus, name: str) -> int:
     for _ in reader.blocks():
         pass
     reader.check_not_empty(name)
-    return reader.num_pairs
+    return reader
 
 
 def size_of(text: TrainText) -> int:

@@ -21,11 +21,12 @@ from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
 from mtrain.corpus.reader import (
     FileMark,
+    Reader,
     all_corpora,
     changed_files,
-    count_pairs,
     possible_header,
     read_pairs,
+    read_whole,
 )
 from mtrain.data import arrow_shards, encode, loader, replay
 from mtrain.data.arrow_shards import SHARD_PAIRS
@@ -272,26 +273,15 @@ def _check_unchanged(marks: Tree, work_dir: Path) -> None:
 def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> dict[str, int]:
     """Reject corpora without pairs, and weights with which an epoch has no pair of a corpus.
 
-    Prints notes on what looks like a header, and on line breaks within fields. Returns the size of
-    each training corpus in pairs.
+    Returns the size of each training corpus in pairs.
     """
-    num_pairs, num_broken = Counter[str](), Counter[str]()
+    num_pairs = Counter[str]()
     for scan in scans:
-        scan.reader.check_not_empty(f"data.{scan.name}")
+        name = f"data.{scan.name}"
+        scan.reader.check_not_empty(name)
+        _say_notes(scan.reader, name, data, console)
         for part in scan.reader.parts:
-            if cells := possible_header(part.src, data):
-                console.say(
-                    f"{part.src.path}: begins with what looks like a header: "
-                    f"{' TAB '.join(cells)}; set `header: true` for this corpus to leave the line "
-                    "out, or `header: false`"
-                )
-            name = part.corpus or f"data.{scan.name}"
-            num_pairs[name] += part.num_pairs
-            num_broken[name] += part.src.num_broken
-    for name, num_pairs_broken in num_broken.items():
-        if num_pairs_broken:
-            shown = text_width.count(num_pairs_broken, "pair")
-            console.say(f"{name}: line breaks within fields are spaces now, in {shown}")
+            num_pairs[part.corpus or name] += part.num_pairs
     train = corpora_of(data.train)
     sizes = {named.name: num_pairs[named.name] for named in train}
     weights = [
@@ -299,6 +289,22 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> d
     ]
     encode.check_shares(list(sizes), weights, sum(sizes.values()))
     return sizes
+
+
+def _say_notes(reader: Reader, name: str, data: DataConfig, console: Console) -> None:
+    """Print notes on what looks like a header, and on line breaks within fields."""
+    num_broken = Counter[str]()
+    for part in reader.parts:
+        if cells := possible_header(part.src, data):
+            console.say(
+                f"{part.src.path}: begins with what looks like a header: {' TAB '.join(cells)}; "
+                "set `header: true` for this corpus to leave the line out, or `header: false`"
+            )
+        num_broken[part.corpus or name] += part.src.num_broken
+    for corpus, num_pairs in num_broken.items():
+        if num_pairs:
+            shown = text_width.count(num_pairs, "pair")
+            console.say(f"{corpus}: line breaks within fields are spaces now, in {shown}")
 
 
 def _train_tokenizer(
@@ -417,9 +423,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
     if not new and not gone:
         return
     with run.locked():
-        num_pairs = {
-            name: count_pairs(corpus, f"data.tests.{name}") for name, corpus in new.items()
-        }
+        readers = {name: read_whole(corpus, f"data.tests.{name}") for name, corpus in new.items()}
         written = [run.data_dir / _MARKS_FILE]
         for name in [*gone, *new]:
             stem = run.data_dir / "tests" / name
@@ -441,8 +445,10 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
         run.save_config(run.config.model_copy(update={"data": data}))
     for name in gone:
         console.say(f"{run.path}: test set {name} removed")
-    for name, count in num_pairs.items():
-        console.say(f"{run.path}: test set {name} added, {text_width.count(count, 'pair')}")
+    for name, reader in readers.items():
+        _say_notes(reader, f"data.tests.{name}", data, console)
+        shown = text_width.count(reader.num_pairs, "pair")
+        console.say(f"{run.path}: test set {name} added, {shown}")
     _say_leaks(run, new, console)
 
 

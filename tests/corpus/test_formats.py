@@ -768,7 +768,7 @@ def test_an_error_after_a_header_has_the_line_number_counted_with_the_header(
     assert message(tree).startswith(f"{path}:3: must have 2 columns")
     path.write_bytes(b"")
     with pytest.raises(DataError, match="must have at least one pair"):
-        reader.count_pairs(corpus_of(tree), "data.train")
+        reader.read_whole(corpus_of(tree), "data.train")
 
 
 # Line breaks within fields
@@ -786,7 +786,7 @@ def test_a_line_break_within_a_field_becomes_a_space_and_is_reported(
     found = list(reader.read_pairs(own))
     assert found[3][:2] == ("ba ce di", "ba  ce")
     assert found[8][:2] == ("ba\rce", "ba\u2028ce")
-    assert reader.count_pairs(own, "data.train") == 200
+    assert reader.read_whole(own, "data.train").num_pairs == 200
     config = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("tokenize", config)
     assert (

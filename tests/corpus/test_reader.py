@@ -94,15 +94,15 @@ def test_invalid_utf8_is_reported_with_file_and_line() -> None:
     assert said == "t:2: must be UTF-8, but has byte 0xe4 at byte 1 of the line."
 
 
-def test_count_pairs_reads_every_line_and_reports_invalid_utf8() -> None:
-    assert reader.count_pairs(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train") == 3
+def test_read_whole_reads_every_line_and_reports_invalid_utf8() -> None:
+    assert reader.read_whole(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train").num_pairs == 3
     with pytest.raises(DataError, match=r"^t:3: must be UTF-8"):
-        reader.count_pairs(files(b"a\nb\nc\n", b"1\n2\n\xff\n"), "data.train")
+        reader.read_whole(files(b"a\nb\nc\n", b"1\n2\n\xff\n"), "data.train")
 
 
 def test_an_empty_corpus_is_an_error_that_names_its_config_key() -> None:
     with pytest.raises(DataError) as error:
-        reader.count_pairs(files(b"", b""), "data.tests.held_out")
+        reader.read_whole(files(b"", b""), "data.tests.held_out")
     assert str(error.value) == "`data.tests.held_out` must have at least one pair, but s is empty."
 
 

@@ -836,6 +836,23 @@ def test_invalid_checksums_are_a_damaged_file(tmp_path: Path, tree: Tree, conten
     assert len(prepare.damaged_files(run)) == 1
 
 
+def test_a_test_set_that_is_added_is_reported_as_in_a_new_run(tmp_path: Path, tree: Tree) -> None:
+    make(tmp_path, tree)
+    (tmp_path / "a.tsv").write_text("source\ttarget\nba\tce\n")
+    (tmp_path / "a.jsonl").write_text('{"a": "ba\\nce", "b": "ba"}\n')
+    tree["data"]["tests"]["tsv"] = {"tsv": [str(tmp_path / "a.tsv")]}
+    tree["data"]["tests"]["lines"] = {"jsonl": [str(tmp_path / "a.jsonl")], "src": "a", "tgt": "b"}
+    _, said = make(tmp_path, tree)
+    _, said_of_new = make(tmp_path, tree | {"run_dir": str(tmp_path / "new")})
+    notes = [
+        f"{tmp_path / 'a.tsv'}: begins with what looks like a header: source TAB target; set "
+        "`header: true` for this corpus to leave the line out, or `header: false`",
+        "data.tests.lines: line breaks within fields are spaces now, in 1 pair",
+    ]
+    assert [line for line in said if line in notes] == notes
+    assert [line for line in said_of_new if line in notes] == notes
+
+
 def test_a_test_set_can_be_added_to_a_run_whose_corpora_json_is_invalid(
     tmp_path: Path, tree: Tree
 ) -> None:
