@@ -435,7 +435,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
                     path.unlink(missing_ok=True)
             written += paths
         data = old.model_copy(update={"tests": tests})
-        marks = _mark_tests(data, new.values(), marks)
+        marks = _mark_tests(data, new, marks)
         write_lines(written[0], [json.dumps(marks, indent=2)])
         if checksums := _read_tree(run.data_dir / _CHECKSUMS_FILE):
             for path in written:
@@ -460,16 +460,22 @@ def _mark_texts(data: DataConfig) -> Tree:
     }
 
 
-def _mark_tests(data: DataConfig, new: Iterable[Corpus], marks: Tree) -> Tree:
-    """Drop the marks of files that no corpus names any more, and add those of new test sets."""
+def _mark_tests(data: DataConfig, new: Mapping[str, Corpus], marks: Tree) -> Tree:
+    """Drop the marks of files that no corpus names any more, and add those of new test sets.
+
+    The mark of a file that another corpus names, too, stays: it is of the text that was tokenized.
+    """
+    tests = {name: corpus for name, corpus in data.tests.items() if name not in new}
+    others = all_corpora(data.model_copy(update={"tests": tests}))
+    tokenized = {path for corpus in others for path in paths_of(corpus)} & marks.keys()
     needed = {path for corpus in all_corpora(data) for path in paths_of(corpus)}
     marks = {
         name: mark
         for name, mark in marks.items()
         if name in needed or (isinstance(mark, dict) and "revision" in mark)
     }
-    for corpus in new:
-        for name in paths_of(corpus):
+    for corpus in new.values():
+        for name in filter(lambda path: path not in tokenized, paths_of(corpus)):
             stat = Path(name).stat()
             mark = FileMark(stat.st_size, stat.st_mtime_ns, sha256(Path(name)))
             marks[name] = mark._asdict()

@@ -755,6 +755,20 @@ def test_a_corpus_file_that_changed_before_the_first_checkpoint_is_an_error_that
     )
 
 
+def test_a_changed_file_is_an_error_also_if_a_test_set_that_is_added_names_it(
+    tmp_path: Path, tree: Tree
+) -> None:
+    run, _ = make(tmp_path, tree)
+    path = Path(tree["data"]["valid"]["src"][0])
+    change(path)
+    touch(path)
+    tree["data"]["tests"]["dev"] = tree["data"]["valid"]
+    for _ in range(2):
+        with pytest.raises(RunError, match=rf"^{path}: has changed since"):
+            make(tmp_path, tree)
+    assert prepare.damaged_files(run) == []
+
+
 def test_each_corpus_file_that_changed_after_a_checkpoint_gives_one_line_of_warning(
     tmp_path: Path, tree: Tree
 ) -> None:
