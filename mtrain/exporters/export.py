@@ -396,7 +396,8 @@ def _read_held_out(
     rows = [
         row
         for row, (src, tgt) in enumerate(zip(src_ids, tgt_ids, strict=True))
-        if valid.src[row].strip()
+        if src  # U+2581 alone is not blank, but has no tokens: some libraries translate it to ""
+        and valid.src[row].strip()
         and valid.tgt[row].strip()
         and max(len(src), len(tgt)) < run.config.data.max_tokens
     ]

@@ -830,6 +830,17 @@ def test_validation_lines_that_transformers_reads_differently_are_not_compared(
     )
 
 
+def test_a_validation_line_without_tokens_is_not_compared(
+    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("ctranslate2")
+    lines = ParallelLines(["ba ce", "\u2581", "\u2581\u2581 \u2581"], ["ba"] * 3)
+    monkeypatch.setattr("mtrain.data.prepare.read_valid", lambda _: lines)
+    request = ExportRequest("ctranslate2", has_scores=False)
+    report = export.export(trained, tmp_path / "out", request, lambda _: None)
+    assert report.parity.same_source == (1, 1)
+
+
 def test_a_run_whose_validation_lines_all_begin_with_language_codes_is_refused_with_the_reason(
     trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
