@@ -13,6 +13,7 @@ from browsing import SIZES, copy_library, launched, served, watched_page
 from serving import with_languages
 from tasks import copy_task
 
+from mtrain.decode.formats import Translation, join
 from mtrain.errors import RunError
 from mtrain.exporters import export, onnx_page
 from mtrain.exporters.export import ExportRequest
@@ -110,6 +111,38 @@ def test_blank_lines_stay_blank_and_a_long_line_is_translated_by_sentences(page:
     page.fill("#source", "ba ce di fo gu ha " * 20)
     page.wait_for_selector("#message.error")
     assert page.inner_text("#message") == "A sentence has more than 32 tokens: split it."
+
+
+# whose tokens are characters, and whose translation of a text is the text
+COPYING_LIBRARY = """\
+export const env = { backends: { onnx: { wasm: {} } } };
+const tokenizer = (text) => ({ input_ids: { dims: [1, text.length] }, text });
+tokenizer.batch_decode = ([text]) => [text.trim()];
+export const AutoTokenizer = { from_pretrained: async () => tokenizer };
+const model = { generate: async ({ text }) => [text] };
+export const AutoModelForSeq2SeqLM = { from_pretrained: async () => model };
+"""
+
+
+def test_no_space_separates_chinese_or_japanese_sentences_of_a_long_line(
+    browser: Any, directory: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    (copy / "library").mkdir()
+    (copy / "library" / "transformers.min.js").write_text(COPYING_LIBRARY)
+    parts = [
+        "日本語の文です。",
+        "「そうですか？」",
+        "はい！",
+        "Good evening. ",
+        "Good night! ",
+        "是的。",
+    ]
+    with served(copy) as url:
+        for page in opened(browser, url, *SIZES[0]):
+            shown = translated(page, "".join(parts))
+    assert shown == "日本語の文です。「そうですか？」はい！Good evening. Good night! 是的。"
+    assert shown == join([Translation(part.strip()) for part in parts]).text
 
 
 def test_a_loaded_page_translates_offline_after_a_reload(page: Any) -> None:

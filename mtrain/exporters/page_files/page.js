@@ -1,6 +1,8 @@
 const WAIT_MS = 300; // after the last key
 const LIBRARY = new URL("library/", import.meta.url);
 const RUNTIME = "ort-wasm-simd-threaded";
+// of a sentence in Chinese or Japanese, after which there is no space; as in decode/formats.py
+const CJK_END = /[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\u{20000}-\u{3ffff}][.!?\u2026"'\u201d\u2019)]*$/u;
 
 const $ = (id) => document.getElementById(id);
 const [source, output] = [$("source"), $("output")];
@@ -75,13 +77,14 @@ async function translateLine(line) {
   if (!line.trim()) return "";
   const whole = await translatePart(line);
   if (whole !== null) return whole;
-  const parts = [];
+  let text = "";
   for (const { segment } of sentenceSegmenter(settings.source).segment(line)) {
     const part = segment.trim() ? await translatePart(segment) : "";
     if (part === null) throw new RangeError(`A sentence has more than ${settings.maxTokens} tokens: split it.`);
-    parts.push(part);
+    if (text && part && !CJK_END.test(text)) text += " ";
+    text += part;
   }
-  return parts.filter(Boolean).join(" ");
+  return text;
 }
 
 async function translate() {
