@@ -189,7 +189,8 @@ class ArgosModel(CTranslate2Model):
         if num_split:
             notes.append(f"it has split {count(num_split, 'line')} into sentences")
         if num_underscores:
-            notes.append(f"it has made underscores of {num_underscores:,} lines spaces")
+            lines_changed = count(num_underscores, "line")
+            notes.append(f"it has replaced underscores by spaces in {lines_changed}")
         pairs = zip(expected, translated, strict=True)
         version = importlib.metadata.version("argostranslate")
         return OwnCall(

@@ -265,8 +265,11 @@ def test_changes_that_argos_translate_itself_makes_to_the_text_are_noted(tmp_pat
     assert own_call.same == (7, 7)
     assert own_call.notes[1:] == (
         "it has split 1 line into sentences",
-        "it has made underscores of 7 lines spaces",
+        "it has replaced underscores by spaces in 7 lines",
     )
+    own_call = copy.own_call([one])
+    assert own_call is not None
+    assert own_call.notes[1:] == ("it has replaced underscores by spaces in 1 line",)
 
 
 def test_a_package_has_the_outputs_and_scores_of_the_model(tmp_path: Path) -> None:
