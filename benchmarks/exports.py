@@ -13,7 +13,8 @@ by transformers.js under node, if NODE_PATH names its folder, one line at a time
 Chromium, if that is installed, timed from the input of the text to the last line.
 
 The systems take turns, and what counts is the median of the ratios of a round. The megabytes are
-those of the files that a system loads. Libraries that are not installed are left out.
+those of the files that a system loads. Libraries that are not installed, or
+do not support the model, are left out.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> None:
     if options.worker:
         serve(options)
         return
+    from mtrain.errors import ConfigError
     from mtrain.exporters.registry import exporters
 
     wanted = options.to.split(",") if options.to else list(exporters())
@@ -91,7 +93,11 @@ def main() -> None:
             if find_spec(package) is None:
                 print(f"{library}: {package} is not installed")
                 continue
-            path, seconds = write(options.run, library, Path(directory))
+            try:
+                path, seconds = write(options.run, library, Path(directory))
+            except ConfigError as error:  # such as a variant of the model that it does not have
+                print(f"{library}: {error}")
+                continue
             for system, loaded in systems(library, path).items():
                 export_s = f"{seconds:,.1f}" if system == library else ""
                 written[system] = [export_s, f"{size_mb(loaded):,.1f}"]
