@@ -111,8 +111,12 @@ def _figures(pictures: Pictures, run_name: str) -> Iterator[tuple[str, Callable[
     """Yield the name of each picture, and the function that draws it."""
     config, attention, batches = pictures.config, pictures.attention, pictures.batches
     if pictures.curves:
-        smoothing = config.training.label_smoothing
-        yield "curves", partial(draw_curves, pictures.curves, run_name, smoothing)
+        training = config.training
+        smoothing, has_divergence = training.label_smoothing, training.consistency is not None
+        yield (
+            "curves",
+            partial(draw_curves, pictures.curves, run_name, smoothing, has_divergence),
+        )
     if attention:
         yield "alignment", partial(draw_alignment, attention)
         for kind, layers in attention.maps.items():
@@ -129,13 +133,22 @@ def _figures(pictures: Pictures, run_name: str) -> Iterator[tuple[str, Callable[
         yield "batch", partial(draw_batch, batches, config.training.batch_tokens)
 
 
-def draw_curves(curves: Curves, name: str, smoothing: float) -> Figure:
-    """Draw losses, BLEU, learning rate and speed by step, and mark the chosen checkpoint."""
+def draw_curves(
+    curves: Curves, name: str, smoothing: float, has_divergence: bool = False
+) -> Figure:
+    """Draw losses, BLEU, learning rate and speed by step, and mark the chosen checkpoint.
+
+    With `has_divergence`, the training loss includes the divergence of `training.consistency`,
+    which the validation loss does not.
+    """
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     figure.suptitle(readable(f"Training of {name}"))
     (loss, bleu), (lr, speed) = figure.subplots(2, 2, sharex=True)
+    batches = (
+        "training batches, with the consistency loss" if has_divergence else "training batches"
+    )
     for axes, key, color, style, label in (
-        (loss, "loss", BLUE, "-", "training batches"),
+        (loss, "loss", BLUE, "-", batches),
         (loss, "valid_loss", RED, "--", "validation set"),
         (bleu, "valid_bleu", RED, "--", "validation set, greedy search"),
         (lr, "lr", BLACK, "-", None),

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 
 from mtrain.config import config_file
+from mtrain.config.sections import ConsistencyConfig
 from mtrain.data.batch import collate
 from mtrain.data.loader import TrainingData
 from mtrain.decode import translator
@@ -106,6 +107,20 @@ def test_the_curves_equal_the_logged_metrics(run: RunDir, pictures: collect.Pict
         logged = {line["step"]: line[key] for line in metrics(run) if key in line}
         assert curve.steps.tolist() == steps == list(logged)
         assert curve.values.tolist() == list(logged.values())
+
+
+@pytest.mark.parametrize("with_consistency", [False, True])
+def test_the_label_of_the_training_loss_says_whether_it_includes_the_consistency_loss(
+    pictures: collect.Pictures, with_consistency: bool
+) -> None:
+    consistency = ConsistencyConfig() if with_consistency else None
+    training = pictures.config.training.model_copy(update={"consistency": consistency})
+    config = pictures.config.model_copy(update={"training": training})
+    name, draw_figure = next(draw_module._figures(replace(pictures, config=config), "run"))
+    assert name == "curves"
+    shown = draw_figure().axes[0].get_legend_handles_labels()[1][:2]
+    batches = "training batches" + ", with the consistency loss" * with_consistency
+    assert shown == [batches, "validation set"]
 
 
 def test_a_non_finite_loss_is_a_gap_in_the_curve(copied: RunDir) -> None:
