@@ -63,7 +63,9 @@ class Breakdown:
     # by how often the rarest word of the source occurs in the training text, None if that is
     # unknown; a line without words is in no group
     by_rarity: list[LineGroup] | None
-    best: list[Example]  # by chrF2; of equal scores, the longest reference first
+    # by chrF2; of equal scores, the longest reference first; without blank lines translated to
+    # blank lines, whose chrF2 is 0
+    best: list[Example]
     worst: list[Example]
 
 
@@ -154,13 +156,19 @@ def break_down(
         rarest = [min(map(count, line)) if line else None for line in words]
         by_rarity = _groups(test, hypotheses, options, rarest, _COUNT_GROUPS)
     scores = line_scores(test, hypotheses, options)
-    longest_first = sorted(range(len(scores)), key=lambda row: -len(test.refs[0][row]))
+    rows = [row for row in range(len(scores)) if not _is_blank(row, test, hypotheses)]
+    longest_first = sorted(rows, key=lambda row: -len(test.refs[0][row]))
     best = sorted(longest_first, key=lambda row: -scores[row])
     worst = sorted(longest_first, key=lambda row: scores[row])
     systems = {system: (hypotheses, scores)}
     return Breakdown(
         unit, by_length, by_rarity, _examples(test, best, systems), _examples(test, worst, systems)
     )
+
+
+def _is_blank(row: int, test: TestSet, hypotheses: Sequence[str]) -> bool:
+    """Tell whether the translation and a reference are blank."""
+    return not (hypotheses[row].strip() or all(lines[row].strip() for lines in test.refs))
 
 
 def contrast(

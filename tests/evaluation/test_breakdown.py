@@ -96,6 +96,16 @@ def test_best_and_worst_lines_are_ranked_by_chrf_with_longer_lines_first_on_ties
     )
 
 
+def test_a_blank_line_translated_to_a_blank_line_is_neither_best_nor_worst() -> None:
+    """sacreBLEU gives it a chrF2 of 0."""
+    test = metrics.TestSet(["", "a", "b", " "], [["", "a c", "b", " "], ["", "c", "b", "d"]])
+    output = ["", "a", "", " "]
+    assert line_scores(test, output, OPTIONS)[0] == 0
+    parts = break_down(test, "system", output, OPTIONS, None)
+    assert [example.line for example in parts.best] == [2, 3]
+    assert [example.line for example in parts.worst] == [3, 2]
+
+
 def test_contrasts_are_the_lines_with_the_largest_gains_and_the_largest_losses() -> None:
     other = [*TEST.refs[0][:20], *["nothing"] * 20]
     contrasted = contrast(TEST, {"system": OUTPUT, "other": other}, "other", OPTIONS)
