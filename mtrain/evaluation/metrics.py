@@ -11,12 +11,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from urllib.error import URLError
 
 from sacrebleu.metrics.base import Metric
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 from sacrebleu.significance import PairedTest, estimate_ci
+from sacrebleu.utils import SACREBLEU_DIR
 
 from mtrain.errors import ConfigError
 from mtrain.evaluation.comet import CometModel, Floats, resampled_means
@@ -273,6 +275,11 @@ def _metric(name: str, references: list[list[str]], options: ScoringOptions) -> 
 def _bleu(references: list[list[str]] | None, options: ScoringOptions) -> BLEU:
     try:
         return BLEU(options.lowercase, True, options.tokenize, references=references)
+    except URLError as error:
+        raise ConfigError(
+            f"`--tokenize {options.tokenize}` needs a model that sacreBLEU downloads into "
+            f"{SACREBLEU_DIR}/models, but it cannot be reached: {error.reason}."
+        ) from None
     except (RuntimeError, ImportError, OSError) as error:
         reason = " ".join(str(error).split())  # ends with how to install it
         raise ConfigError(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+from urllib.error import URLError
 
 import pytest
 import sacrebleu
@@ -329,6 +331,22 @@ def test_a_tokenizer_whose_package_is_missing_is_an_error_that_names_the_package
     assert said.startswith("`--tokenize ja-mecab` cannot be used here: Japanese tokenization ")
     assert said.endswith(" pip install sacrebleu[ja]")
     assert "\n" not in said
+
+
+def test_a_tokenizer_whose_model_cannot_be_downloaded_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_spm.SACREBLEU_DIR", str(tmp_path))
+    unreachable = Mock(side_effect=URLError("Name or service not known"))
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    with pytest.raises(ConfigError) as error:
+        ScoringOptions("flores200")
+    assert unreachable.call_count == 1
+    folder = f"{sacrebleu.utils.SACREBLEU_DIR}/models"
+    assert str(error.value) == (
+        f"`--tokenize flores200` needs a model that sacreBLEU downloads into {folder}, but it "
+        "cannot be reached: Name or service not known."
+    )
 
 
 def test_metrics_are_scored_once_each_in_the_given_order() -> None:
