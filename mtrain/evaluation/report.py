@@ -143,7 +143,8 @@ def _breakdown(result: TestResult, breakdown: Breakdown) -> Iterator[str]:
         yield from (f"  {row}" for row in wrapped(score.verbose, _WIDTH - 2, 2))
     rows = _group_rows(f"{breakdown.unit} in the source", breakdown.by_length)
     if breakdown.by_rarity:
-        rows += _group_rows("training text has the rarest word", breakdown.by_rarity, " times")
+        rarest = f"training text has the rarest {breakdown.unit.removesuffix('s')}"
+        rows += _group_rows(rarest, breakdown.by_rarity, " times")
     yield from format_table(rows, "<" + ">" * (len(rows[0]) - 1))
     if breakdown.by_rarity is None:
         yield "  by rare words: not known, for the first run has no data/shards.json"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -120,6 +121,25 @@ def test_contrasts_are_the_lines_with_the_largest_gains_and_the_largest_losses()
     assert of(contrasted.better) == gains[::-1][:NUM_EXAMPLES]
     assert of(contrasted.worse) == gains[:NUM_EXAMPLES]
     assert (contrasted.baseline, contrasted.system) == ("system", "other")
+
+
+@pytest.mark.parametrize(
+    ("src", "unit"), [(["a b", "c d e"], "words"), (["中文句子", "很好"], "characters")]
+)
+def test_the_report_names_the_unit_of_lengths_and_of_rarity(
+    src: list[str], unit: Literal["words", "characters"]
+) -> None:
+    counts = {unit: Counter("".join(src))}
+    test = metrics.TestSet(src, [src])
+    parts = break_down(test, "system", src, OPTIONS, counts)
+    report = evaluation.TestReport(
+        [evaluation.TestResult("test", "system", test, src, [], parts)], []
+    )
+    plan = evaluation.EvaluationPlan([RunDir(Path("system"))], [], None, OPTIONS)
+    lines = list(as_text([report], plan))
+    assert any(line.startswith(f"  {unit} in the source ") for line in lines)
+    heading = f"  training text has the rarest {unit[:-1]} "
+    assert any(line.startswith(heading) for line in lines)
 
 
 @pytest.mark.parametrize(("number", "label"), [(7, "line 7     "), (100_000, "line 100000 ")])
