@@ -100,8 +100,12 @@ def _strip_punctuation(word: str) -> str:
 
 
 def unit_of(lines: Sequence[str]) -> Unit:
-    """Return "characters" in scripts without spaces, or if the median line has one word."""
-    if is_unspaced("".join(lines)) or median(len(line.split()) for line in lines) <= 1:
+    """Return "characters" in scripts without spaces, or if the median line has one word.
+
+    Blank lines do not count.
+    """
+    num_words = [len(line.split()) for line in lines if line.strip()]
+    if is_unspaced("".join(lines)) or median(num_words or [0]) <= 1:
         return "characters"
     return "words"
 

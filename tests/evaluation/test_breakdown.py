@@ -44,6 +44,8 @@ def test_words_are_lowercased_and_stripped_of_surrounding_punctuation() -> None:
 def test_lines_without_spaces_are_counted_in_characters() -> None:
     assert breakdown.unit_of(["a b", "c d e", "f"]) == "words"
     assert breakdown.unit_of(["中文句子", "很好", "a b"]) == "characters"
+    assert breakdown.unit_of(["a b c", "", " ", "d e f", ""]) == "words"
+    assert breakdown.unit_of(["", " "]) == "characters"
     thai = "ฉันรักเธอ และเธอ ก็รักฉัน"  # with spaces between phrases
     assert breakdown.unit_of([thai, "我有 2 只狗", "a b c"]) == "characters"
 
