@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 from urllib.error import URLError
 
+import numpy as np
 import pytest
 import sacrebleu
 from conftest import Cli
@@ -20,7 +21,7 @@ from tasks import WORDS, write
 
 from mtrain.errors import ConfigError
 from mtrain.evaluation import metrics, significance
-from mtrain.evaluation.comet import CometModel
+from mtrain.evaluation.comet import CometModel, paired_p_values
 from mtrain.evaluation.metrics import Scorer, ScoringOptions, ignored_source
 from mtrain.io.text_width import count
 from mtrain.run.run_dir import RunDir
@@ -491,6 +492,16 @@ def test_comet_has_intervals_and_paired_tests_like_the_other_metrics(comet: Path
     assert compared[1].difference < -0.05
     assert compared[1].p_bootstrap < 0.01 > compared[1].p_randomization
     assert compared[0].p_randomization > compared[1].p_randomization
+
+
+@pytest.mark.parametrize("seed", ["12345", "none"])
+def test_the_bootstrap_of_comet_draws_the_same_lines_of_both_systems(
+    monkeypatch: pytest.MonkeyPatch, seed: str
+) -> None:
+    monkeypatch.setenv("SACREBLEU_SEED", seed)
+    baseline = np.random.default_rng(1).random(200)
+    p_bootstrap, _ = paired_p_values(baseline, baseline + 0.01, 1000)
+    assert p_bootstrap == 1 / 1001
 
 
 def test_a_comet_score_is_printed_with_four_decimals_and_a_bleu_score_with_two() -> None:
