@@ -384,12 +384,13 @@ def before_and_after(
         new |= translate_tests(run, load([run]), missing, warn)
     if not process_group.is_first:
         return []
-    systems = str(other.path), str(run.path)
-    options = options.for_language(run.config.data.tgt_lang)
-    return [
-        report_on(name, lines, dict(zip(systems, (old[name], new[name]), strict=True)), options)
-        for name, lines in tests.items()
-    ]
+    reports = []
+    for name, lines in tests.items():
+        outputs = {str(other.path): old[name], str(run.path): new[name]}
+        owner = run if name in run.config.data.tests else other
+        tgt_lang = owner.config.data.tgt_lang  # the runs may differ in it
+        reports.append(report_on(name, lines, outputs, options.for_language(tgt_lang)))
+    return reports
 
 
 def _tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:

@@ -442,6 +442,23 @@ def test_the_scores_before_fine_tuning_are_of_final_weights_also_with_a_checkpoi
     assert scores[2]["system"] == str(run.path)
 
 
+def test_the_test_sets_of_a_base_run_are_scored_by_the_tokenizer_of_its_own_target_language(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(base.path, tmp_path / "run"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["training"]["init_from"] = str(base.path)
+    tree["data"] |= {"tgt_lang": "th", "tests": {"thai": tree["data"]["valid"]}}
+    write_config(run.config_path, tree)
+    outcome = cli("eval", run.path, "--beam", "1", "--json")
+    assert outcome.code == 0, outcome.err
+    trees = {name: tree["before_and_after"] for name, tree in json.loads(outcome.out).items()}
+    bleu_of = {name: tree["scores"][0] for name, tree in trees.items()}
+    assert "|tok:char|" in bleu_of["thai"]["signature"]
+    alone = json.loads(cli("eval", base.path, "--beam", "1", "--json").out)["held_out"]
+    assert bleu_of["held_out"] == alone["scores"][0]
+
+
 @needs_fork_server
 def test_json_output_and_two_ranks_have_the_scores_before_and_after_fine_tuning(
     cli: Cli, base: RunDir, tmp_path: Path, ranks: Ranks
