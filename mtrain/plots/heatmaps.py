@@ -137,7 +137,7 @@ def draw_heatmaps(
             axes.set_ylabel(names[0])
             axes.set_yticks(y_ticks, y_labels)
         axes.tick_params(length=0, labelsize=font_size)
-    bar = figure.colorbar(image, ax=figure.axes, label=names[2], aspect=25, shrink=0.9)
+    bar = figure.colorbar(image, ax=figure.axes, label=names[2], aspect=25 * down, shrink=0.9)
     bar.ax.grid(visible=False)
     lines = [*notes, _CROWDED] if max(x_stride, y_stride) > 1 else notes
     max_chars = int(12 * max(full_width - 1, _MIN_WIDTH))
