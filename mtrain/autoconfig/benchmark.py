@@ -142,7 +142,8 @@ def measure(
             speeds.append(num_tokens / (time.monotonic() - started))
     median, spread = statistics.median(speeds), max(speeds) / min(speeds)
     num_weights = num_parameters(model)
-    return MeasuredPreset(preset, batch_tokens, num_weights, median, spread, consistency)
+    per_batch = statistics.fmean(batch.num_tgt_tokens for batch in batches)
+    return MeasuredPreset(preset, batch_tokens, num_weights, median, per_batch, spread, consistency)
 
 
 def seconds_per_sentence(

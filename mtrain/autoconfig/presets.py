@@ -78,6 +78,7 @@ class MeasuredPreset(NamedTuple):
     batch_tokens: int
     num_parameters: int  # with the chosen vocabulary
     tokens_per_s: float  # target tokens per second of training, without padding
+    tokens_per_batch: float  # target tokens, without padding; the mean
     spread: float  # the highest speed, over the lowest
     consistency: ConsistencyConfig | None = None  # of the measured updates
 
@@ -156,7 +157,7 @@ def plan_training(
         math.floor(_VALIDATED_FRACTION * training_s / max(overhead.longest_validation_s, 1e-9)),
     )
     tokens = chosen.tokens_per_s * (1 - _VALIDATED_FRACTION) * training_s
-    update_tokens = min(chosen.batch_tokens * chosen.preset.accumulate, num_tokens)  # no pair twice
+    update_tokens = chosen.tokens_per_batch * chosen.preset.accumulate
     updates, epochs = max(1, round(tokens / update_tokens)), tokens / num_tokens
     num_reads = epochs * num_copies
     optimizer = chosen.preset.optimizer

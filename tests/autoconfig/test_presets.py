@@ -5,8 +5,9 @@ from mtrain.autoconfig.presets import PRESETS, MeasuredPreset, Overhead
 from mtrain.config.sections import Config
 
 
-def tried(index=0, num_parameters=1_000_000, tokens_per_s=10_000, batch_tokens=4096):
-    return MeasuredPreset(PRESETS[index], batch_tokens, num_parameters, tokens_per_s, 1.0)
+def tried(index=0, num_parameters=1_000_000, tokens_per_s=10_000, tokens_per_batch=4096):
+    sizes = num_parameters, tokens_per_s, tokens_per_batch
+    return MeasuredPreset(PRESETS[index], 4096, *sizes, 1.0)
 
 
 def plan(measured, budget_s, num_tokens, *overhead):
@@ -63,7 +64,7 @@ def test_updates_and_epochs_follow_from_the_measured_speed_and_the_budget():
     assert (found.num_updates, found.num_epochs) == (90, 10)
     assert found.log_every == 4
     assert plan(tried(3, tokens_per_s=4096), 600, 40_960).num_updates == 90
-    assert plan(tried(tokens_per_s=4096), 100, 1024).num_updates == 360
+    assert plan(tried(tokens_per_s=4096, tokens_per_batch=1024), 100, 1024).num_updates == 360
 
 
 def test_batches_shrink_if_the_budget_allows_few_updates():

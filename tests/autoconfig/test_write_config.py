@@ -19,6 +19,7 @@ from mtrain.config import config_file
 from mtrain.config.corpora import FilesCorpus, TsvCorpus
 from mtrain.config.sections import DecodingConfig
 from mtrain.corpus.dropped import read_counts
+from mtrain.data.loader import TrainingData
 from mtrain.data.prepare import prepare, read_test, read_valid
 from mtrain.errors import ConfigError, DataError, WriteError
 from mtrain.io import atomic
@@ -26,6 +27,7 @@ from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import build_model
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
+from mtrain.tokenizer import sentencepiece
 
 WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu") for b in ("ha", "je", "ki", "lo", "mu")]
 
@@ -46,7 +48,8 @@ def no_trials(monkeypatch):
     def counted(preset, batch_tokens, sample, device, consistency=None):
         num_weights = num_parameters(build_model(preset.model, sample.tokenizer))
         speed = 8000.0 if consistency else 20_000.0
-        return presets.MeasuredPreset(preset, batch_tokens, num_weights, speed, 1.0, consistency)
+        of_a_batch = batch_tokens, num_weights, speed, float(batch_tokens)
+        return presets.MeasuredPreset(preset, *of_a_batch, 1.0, consistency)
 
     monkeypatch.setattr(benchmark, "measure", counted)
     monkeypatch.setattr(benchmark, "seconds_per_sentence", lambda *arguments: 0.001)
@@ -514,6 +517,18 @@ def test_a_trial_trains_a_model_of_the_presets_size_and_measures_its_speed(
     assert sample.tgt_tokens_per_pair == pytest.approx(sum(lengths) / 400)
 
 
+def test_the_expected_updates_of_an_epoch_are_those_of_the_training(short_trials):
+    write(Path("a.en"), [" ".join([line] * 4) for line in read("a.en")])  # longer than the targets
+    report = init()
+    updates, epochs = re.search(r"about ([\d,]+) updates, ([\d,.]+) epochs", report[3]).groups()
+    config = written()
+    run = tokenized(config)
+    data = TrainingData(run.data_dir, sentencepiece.load(run.tokenizer_dir), seed=1)
+    per_epoch = float(updates.replace(",", "")) / float(epochs.replace(",", ""))
+    num_batches = data.plan(config.training.batch_tokens).num_batches
+    assert per_epoch == pytest.approx(num_batches, rel=0.1)
+
+
 class Clock:
     """A fake clock: each measured window takes the next of the given durations."""
 
@@ -555,7 +570,7 @@ def test_presets_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(m
     def measure(preset, batch_tokens, sample, device, consistency):
         tried.append((preset.name, batch_tokens))
         num_tried, speed = len(tried), 10_000 / len(tried)
-        return presets.MeasuredPreset(preset, batch_tokens, 10 ** (6 + num_tried), speed, 1.0)
+        return presets.MeasuredPreset(preset, batch_tokens, 10 ** (6 + num_tried), speed, 1.0, 1.0)
 
     monkeypatch.setattr(benchmark, "measure", measure)
     for num_pairs, budget_s, names, chosen in (
@@ -576,7 +591,7 @@ def test_a_short_budget_repeats_the_trial_with_smaller_batches(monkeypatch):
 
     def measure(preset, batch_tokens, sample, device, consistency):
         tried.append((preset.name, batch_tokens))
-        return presets.MeasuredPreset(preset, batch_tokens, 10**6, 2 * batch_tokens, 1.0)
+        return presets.MeasuredPreset(preset, batch_tokens, 10**6, 2 * batch_tokens, 1.0, 1.0)
 
     monkeypatch.setattr(benchmark, "measure", measure)
     said, own = Said(), replace(parse(), budget_s=300.0)
