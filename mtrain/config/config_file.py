@@ -289,6 +289,12 @@ def _sentence(error: ErrorDetails) -> str:
             "instead; write it in quotes."
         )
     if kind == "extra_forbidden":
+        if key in _all_keys(Config, ""):
+            section, _, name = key.rpartition(".")
+            return (
+                f"`{key}` must be `{name}` in the section `{section}`, but is one key with a dot "
+                "instead."
+            )
         return f"`{key}` is not a key of the config{_suggestion(key, known)}"
     if kind == "missing":
         return f"`{key}` must be given, but is missing."

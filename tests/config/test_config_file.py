@@ -222,6 +222,15 @@ def test_an_unknown_key_is_an_error_that_suggests_known_keys(
     assert message(minimal, override) == f"c.yaml: {said}"
 
 
+def test_a_key_that_a_file_joins_by_a_dot_is_refused(minimal: Path) -> None:
+    with minimal.open("a", encoding="utf-8") as file:
+        file.write("training.max_steps: 3\n")
+    assert message(minimal) == (
+        "c.yaml: `training.max_steps` must be `max_steps` in the section `training`, but is one "
+        "key with a dot instead."
+    )
+
+
 def test_an_unknown_key_is_reported_before_a_wrong_value(minimal: Path) -> None:
     said = message(minimal, "seed=x", "model.d_modl=8")
     assert said.startswith("c.yaml: `model.d_modl` is not a key")
