@@ -323,6 +323,7 @@ _EXPECTED: Mapping[str, str] = {
     "float_parsing": "a number",
     "finite_number": "a finite number",
     "string_type": "text",
+    "string_unicode": "UTF-8 text",
     "string_pattern_mismatch": "a letter, then at most 31 letters, digits, '_' and '-'",
     "string_too_short": "at least {min_length} character long",
     "bool_type": "true or false",

@@ -596,6 +596,11 @@ def test_an_empty_run_folder_name_is_refused(minimal: Path) -> None:
     assert said == "c.yaml: `run_dir` must be at least 1 character long, but is '' instead."
 
 
+def test_a_run_folder_whose_name_is_not_utf8_is_refused(minimal: Path) -> None:
+    said = message(minimal, run="caf\udce9")
+    assert said == "c.yaml: `run_dir` must be UTF-8 text, but is 'caf\\udce9' instead."
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("5e-3", 5e-3), ("1e-9", 1e-9), ("1E+2", 100.0), (".5", 0.5), ("5.", 5.0), ("1", 1.0)],
