@@ -6,6 +6,7 @@ Sentences are the same if they differ in case, punctuation or spacing alone.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from mtrain.config.corpora import (
     bidirectional_corpora,
     corpora_of,
 )
-from mtrain.corpus.reader import Pair, Reader, read_pairs
+from mtrain.corpus.reader import FilePair, Pair, Reader, read_pairs
 from mtrain.errors import DataError
 from mtrain.io.lines import Advance
 
@@ -53,6 +54,7 @@ Floats = npt.NDArray[np.float32]
 class CorpusOverview(NamedTuple):
     """The size of a corpus, a sample of it, and which pairs can be held out."""
 
+    parts: list[FilePair]  # the files of the corpus, with the rows of each
     src_words: int  # of all pairs; letters, in scripts without spaces
     tgt_words: int
     sample: dict[int, tuple[str, str]]  # source and target of pairs drawn uniformly, by row
@@ -68,6 +70,13 @@ class CorpusOverview(NamedTuple):
     def num_pairs(self) -> int:
         """The number of all pairs, blank ones too."""
         return len(self.is_fit)
+
+    def num_by_corpus(self, is_kept: Flags) -> Counter[str | None]:
+        """Return the number of kept pairs of each corpus; None names one that is no mixture."""
+        numbers = Counter[str | None]()
+        for part in self.parts:
+            numbers[part.corpus] += int(is_kept[part.first : part.first + part.num_pairs].sum())
+        return numbers
 
     def num_distinct(self, is_kept: Flags) -> int:
         """Return the number of different pairs among those that are kept."""
@@ -138,8 +147,9 @@ def read_overview(
     is_fit = is_fit & _is_usual(ratios, is_fit, both_directions)
     pairs = dict(zip(rows, sample, strict=True))
     src_ids, tgt_ids = (np.unique(keys, return_inverse=True)[1] for keys in (src_keys, tgt_keys))
+    ids = src_ids, tgt_ids
     return CorpusOverview(
-        int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, is_real, is_fit, *others
+        reader.parts, int(words[0]), int(words[1]), pairs, *ids, is_real, is_fit, *others
     )
 
 

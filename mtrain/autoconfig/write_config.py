@@ -310,7 +310,11 @@ def _with_headers(data: DataConfig, console: Console) -> DataConfig:
 
 
 def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flags:
-    """Return which pairs training keeps before `data.max_tokens` applies; print how many."""
+    """Return which pairs training keeps before `data.max_tokens` applies; print how many.
+
+    Raises:
+        DataError: if a corpus of a mixture has none.
+    """
     reasons = {
         "blank": overview.is_blank,
         "in the given sets": overview.shares_given if held_out.sets else overview.is_given,
@@ -335,6 +339,12 @@ def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flag
     )
     if dropped:
         console.say(f"dropped   {', '.join(dropped)}")
+    for name, num_kept in overview.num_by_corpus(is_kept).items():
+        if name is not None and not num_kept:
+            raise DataError(
+                f"`{name}` must have pairs to train on, but all are blank, in the given sets or "
+                "held out; leave it out."
+            )
     return is_kept
 
 

@@ -238,6 +238,22 @@ def test_given_sets_that_contain_the_whole_corpus_are_an_error():
     assert not list(Path().glob("en-de*"))
 
 
+def test_a_corpus_of_a_list_that_the_given_sets_contain_is_an_error():
+    write(Path("v.en"), ["one two three"])
+    write(Path("v.de"), ["eins zwei drei"])
+    train = "data.train=[{src: [a.en], tgt: [a.de]}, {src: [v.en], tgt: [v.de]}]"
+    request = write_config.parse_request(
+        ("en", "de"), {"valid": (Path("v.en"), Path("v.de"))}, [train], "1m", "cpu", None, None
+    )
+    with pytest.raises(DataError) as error:
+        write_config.init(request, Said(), lambda _: None)
+    assert str(error.value) == (
+        "`data.train[1]` must have pairs to train on, but all are blank, in the given sets or held "
+        "out; leave it out."
+    )
+    assert not list(Path().glob("en-de*"))
+
+
 def test_an_audit_of_the_written_config_reports_only_notes(tmp_path):
     init()
     config = written()
