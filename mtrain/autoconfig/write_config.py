@@ -130,8 +130,8 @@ def parse_request(
             )
     name = "-".join(languages)
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
-    if not config_path.name:
-        raise ConfigError(f"`--output` must name a new file, but is {config_path} instead.")
+    if config_path.is_dir():
+        raise ConfigError(f"`--output` must be a file, but is the folder {config_path} instead.")
     config_file.check_utf8([run_dir, config_path, *chain.from_iterable(files.values())])
     given = files.keys() | set_keys.keys()
     if "train" not in given:

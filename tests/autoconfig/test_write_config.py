@@ -728,11 +728,12 @@ def test_config_and_held_out_files_are_written_all_or_none(number, monkeypatch):
     assert {path.name for path in Path().iterdir()} == {"a.en", "a.de", "config.schema.json"}
 
 
-@pytest.mark.parametrize("name", [".", "/"])
-def test_a_path_without_a_file_name_is_refused_as_the_output(name):
+@pytest.mark.parametrize("name", [".", "/", "configs"])
+def test_a_folder_is_refused_as_the_output(name):
+    Path("configs").mkdir()
     with pytest.raises(ConfigError) as error:
         parse(output=name)
-    assert str(error.value) == f"`--output` must name a new file, but is {name} instead."
+    assert str(error.value) == f"`--output` must be a file, but is the folder {name} instead."
 
 
 @pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])
