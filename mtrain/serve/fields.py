@@ -51,11 +51,18 @@ async def read_fields(request: Request) -> Fields:
         if media_type == _FORM:
             # as in Starlette, but unescaped bytes are read as UTF-8: `curl -d` escapes nothing
             text = (await request.body()).decode("utf-8", "replace")
-            return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_MAX_FORM_FIELDS))
-        form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
+            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=_MAX_FORM_FIELDS)
+        else:
+            form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
+            items = form.multi_items()
+            pairs = [(key, value) for key, value in items if not isinstance(value, UploadFile)]
     except (HTTPException, ValueError, LookupError):  # LookupError: an unknown charset
         raise invalid("the form cannot be read") from None
-    return {key: value for key, value in form.items() if not isinstance(value, UploadFile)}
+    keys = [key for key, _ in pairs]
+    for key in ("q", "prefix"):
+        if keys.count(key) > 1:
+            raise invalid(f"a form has one {key}; send a list as JSON")
+    return dict(pairs)
 
 
 def read_texts(fields: Fields, settings: ServerSettings) -> tuple[list[str], bool]:

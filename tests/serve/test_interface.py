@@ -51,6 +51,21 @@ def test_a_multipart_form_is_translated(client: Client) -> None:
     assert answer.tree == {"translatedText": TEXT}
 
 
+@pytest.mark.parametrize("field", ["q", "prefix"])
+def test_a_form_with_several_texts_gets_400_rather_than_a_translation_of_one(
+    client: Client, field: str
+) -> None:
+    """As HTTP clients encode a list."""
+    form = f"q=ba&source=en&target=de&prefix=ba&{field}=ce"
+    answer = client.send("POST", "/translate", form.encode(), {"Content-Type": FORM})
+    error = f"Invalid request: a form has one {field}; send a list as JSON"
+    assert (answer.status, answer.tree) == (400, {"error": error})
+    part = '--x\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    body = "".join(part.format(*pair.split("=")) for pair in form.split("&")) + "--x--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert client.send("POST", "/translate", body.encode(), headers).tree == {"error": error}
+
+
 def test_a_batch_gets_one_translation_for_each_text_in_order(client: Client) -> None:
     texts = ["ba ce", "", "di fo\ngu", TEXT]
     answer = client.post("/translate", {"q": texts, "source": "en", "target": "de"})
