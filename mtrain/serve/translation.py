@@ -207,11 +207,14 @@ class Translations:
 def _alternatives(
     document: _Document, lines: Sequence[Translation], best: str, request: TranslationRequest
 ) -> tuple[str, ...]:
-    """Return other translations of a document: the second best of each line, and so on."""
+    """Return other translations of a document: the second best of each line, and so on.
+
+    Empty translations are left out, as by LibreTranslate.
+    """
     texts = [best]
+    ranked = [(line, *(other for other in line.alternatives if other.text)) for line in lines]
     for rank in range(request.num_alternatives):
-        ranked = [(line, *line.alternatives)[: rank + 2][-1] for line in lines]
-        text = document.join(ranked)
+        text = document.join([best_first[: rank + 2][-1] for best_first in ranked])
         if text not in texts:
             texts.append(text)
     return tuple(texts[1:])

@@ -14,6 +14,7 @@ from libretranslatepy import LibreTranslateAPI
 from serving import FORM, JSON, Client, running, with_languages
 
 import mtrain
+from mtrain.decode.formats import Translation
 from mtrain.run.run_dir import RunDir
 from mtrain.serve.languages import LanguageDetector
 from mtrain.serve.rate_limit import RateLimit
@@ -277,6 +278,22 @@ def test_alternatives_are_the_distinct_other_hypotheses_best_first(
         assert best == expected.text
         texts = [other.text for other in expected.alternatives]
         assert others == list(dict.fromkeys(text for text in texts if text != best))
+
+
+def test_an_empty_hypothesis_is_no_alternative(
+    client: Client, pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {"ba": ["", "ce"], "di": ["fo", ""], "gu": [""]}
+
+    def translate(lines: list[str], *_: object, **__: object) -> list[Translation]:
+        return [
+            Translation(line, alternatives=tuple(map(Translation, others[line]))) for line in lines
+        ]
+
+    monkeypatch.setattr(pair_models[0], "translate", translate)
+    fields = {"q": ["ba", "di", "gu", "ba\ndi"], "source": "en", "target": "de", "alternatives": 2}
+    tree = client.post("/translate", fields).tree
+    assert tree["alternatives"] == [["ce"], ["fo"], [], ["ce\nfo"]]
 
 
 def test_blank_text_has_no_alternatives(client: Client) -> None:
