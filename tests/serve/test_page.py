@@ -71,7 +71,7 @@ def test_the_page_translates_while_text_is_typed_replaced_and_cleared(
 
 def test_hovering_over_a_word_marks_its_aligned_source_words(page: Any) -> None:
     page.fill("#source", f"fo\n  {TEXT}")
-    wait_for(page, f"fo\n{TEXT}")
+    wait_for(page, f"fo\n  {TEXT}")
     page.hover(".word >> nth=2")
     links = json.loads(page.evaluate("JSON.stringify(shown.lines[1].alignment)"))
     words = [TEXT.split(" ")[src] for src, tgt in links if tgt == 1]

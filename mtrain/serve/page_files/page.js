@@ -169,6 +169,7 @@ function show(tree, text) {
   const parts = [];
   if (!lines.length) parts.push(tree.translatedText);
   lines.forEach((line, row) => {
+    parts.push(line.source.match(/^\s*/)[0]); // the indent
     line.words.forEach((word, number) => {
       const element = document.createElement("span");
       element.className = "word";
