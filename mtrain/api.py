@@ -170,8 +170,10 @@ class Model:
             raise ConfigError(
                 f"`options` must be a DecodingOptions or None, but is {options!r:.60} instead."
             )
-        if timeout_s is not None and math.isnan(timeout_s):
-            raise ConfigError("`timeout_s` must be a number of seconds, but is nan instead.")
+        if not isinstance(timeout_s, float | int | None) or timeout_s != timeout_s:  # nan
+            raise ConfigError(
+                f"`timeout_s` must be a number of seconds, but is {timeout_s!r:.60} instead."
+            )
         clean = list(_clean(lines, max_chars))
         options = replace(options or self.options, with_scores=details)
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -859,7 +861,7 @@ def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> 
     num_chars = 0
     for number, line in enumerate(lines, start=1):
         if not isinstance(line, str):
-            raise DataError(f"line {number}: must be text, but is {line!r:.60} instead.")
+            raise DataError(f"`{name}`: line {number} must be text, but is {line!r:.60} instead.")
         num_chars += len(line)
         if max_chars is not None and num_chars > max_chars:
             raise DataError(f"`{name}` must have at most {max_chars:,} characters, but have more.")

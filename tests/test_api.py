@@ -157,8 +157,8 @@ def test_each_call_warns_about_a_too_long_line_with_its_line_number(
     ("lines", "said"),
     [
         ("ba ce", "`lines` must be a list of lines, but is one text; put it in a list."),
-        (["ba", 3], "line 2: must be text, but is 3 instead."),
-        ([b"ba"], "line 1: must be text, but is b'ba' instead."),
+        (["ba", 3], "`lines`: line 2 must be text, but is 3 instead."),
+        ([b"ba"], "`lines`: line 1 must be text, but is b'ba' instead."),
         (None, "`lines` must be a list of lines, but is None instead."),
     ],
 )
@@ -204,6 +204,11 @@ def test_invalid_arguments_raise_exceptions_with_command_line_messages(
         mtrain.export(trained.path, "x", wrong)
     with pytest.raises(mtrain.ConfigError, match="`check_lines` must be >= 1, but is -5 instead"):
         mtrain.export(trained.path, "x", "ctranslate2", check_lines=-5)
+    for wrong in (0, torch.device("cpu")):
+        with pytest.raises(
+            mtrain.ConfigError, match="`device` must be auto, cpu, cuda or cuda:N, "
+        ):
+            mtrain.load(trained.path, device=wrong)
     wrong = "250"
     with pytest.raises(mtrain.ConfigError, match="`checkpoint` must be a step, but is '250' inst"):
         mtrain.load(trained.path, checkpoint=wrong)
@@ -419,6 +424,14 @@ def test_invalid_sampling_values_and_options_of_a_call_are_errors(model: mtrain.
         mtrain.Sampling(temperature=0.0)
     with pytest.raises(mtrain.ConfigError, match="`timeout_s` must be a number of seconds, but"):
         model.translate(["ba"], timeout_s=math.nan)
+    wrong: Any = "3"
+    with pytest.raises(mtrain.ConfigError, match="`timeout_s` must be a number of seconds, but is"):
+        model.translate(["ba"], timeout_s=wrong)
+    wrong = [None]
+    with pytest.raises(
+        mtrain.DataError, match="`prefixes`: line 1 must be text, but is None instead"
+    ):
+        model.translate(["ba"], prefixes=wrong)
     with pytest.raises(mtrain.ConfigError, match="`top_k` must be a whole number, but is 2"):
         mtrain.Sampling(top_k=2.5)  # type: ignore[arg-type]
     with pytest.raises(
