@@ -314,6 +314,20 @@ def test_a_dropped_file_is_translated_and_dropped_text_is_left_to_the_text_field
     page.wait_for_selector("#download:not([hidden])")
 
 
+def test_copying_without_a_secure_context_keeps_the_focus(page: Any) -> None:
+    """As on the page of another machine, without TLS."""
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.fill("#source", TEXT)
+    wait_for(page, TEXT)
+    page.focus("#copy")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.getElementById('message').textContent === 'Copied.'")
+    assert page.evaluate("document.activeElement.id") == "copy"
+    page.fill("#source", "")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#source") == TEXT
+
+
 def test_markup_is_shown_as_text(page: Any) -> None:
     page.fill("#source", "<img src=x onerror=document.title=1> ba")
     page.wait_for_selector(".word")

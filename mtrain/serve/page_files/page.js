@@ -241,12 +241,13 @@ async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch { // no secure context, or no permission
-    const field = document.createElement("textarea");
+    const [field, focused] = [document.createElement("textarea"), document.activeElement];
     field.value = text;
     document.body.append(field);
     field.select();
     document.execCommand("copy");
     field.remove();
+    focused.focus({ preventScroll: true });
   }
   say("Copied.");
 }
