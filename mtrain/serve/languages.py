@@ -41,10 +41,9 @@ class LanguageDetector:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
         self._code_of: dict[str, str] = {}
         for code in codes:
-            candidates = {code.lower(), re.split("[-_]", code.lower())[0]}
-            candidates |= {
-                name.split("-")[0] for names in _ALIASES if code.lower() in names for name in names
-            }
+            names = {code.lower(), re.split("[-_]", code.lower())[0]}
+            names = names.union(*(aliases for aliases in _ALIASES if names & aliases))
+            candidates = {name.split("-")[0] for name in names}
             for label in candidates & set(self._identifier.labels):
                 self._code_of.setdefault(label, code)
         self.detected = [code for code in codes if code in self._code_of.values()]

@@ -163,6 +163,13 @@ def test_a_language_with_a_region_is_detected(code: str) -> None:
     assert best.code == code
 
 
+@pytest.mark.parametrize("code", ["no", "nb", "nb-NO", "nb_NO"])
+def test_norwegian_is_detected_by_each_of_its_codes(code: str) -> None:
+    """The detector names it `no`."""
+    best, *_ = LanguageDetector(["en", code]).rank("Jeg vet ikke hva du mener.")
+    assert best.code == code
+
+
 def test_detection_without_text_gets_400(client: Client) -> None:
     answer = client.post("/detect", {})
     assert answer.tree == {"error": "Invalid request: missing q parameter"}
