@@ -33,10 +33,10 @@ def invalid(text: str) -> HTTPException:
 
 
 async def read_fields(request: Request) -> Fields:
-    """Return the fields of the JSON object or the form in a request's body.
+    """Return the fields of the JSON object in a request's body, or of its form and its query.
 
     Raises:
-        HTTPException: if the body is neither.
+        HTTPException: if the body is neither JSON nor a form.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type == "application/json" or media_type.endswith("+json"):
@@ -48,14 +48,13 @@ async def read_fields(request: Request) -> Fields:
             raise HTTPException(400, "Invalid JSON format")
         return fields
     try:
+        pairs = _read_pairs(request.scope["query_string"])  # deep-translator has no form
         if media_type == _FORM:
-            # as in Starlette, but unescaped bytes are read as UTF-8: `curl -d` escapes nothing
-            text = (await request.body()).decode("utf-8", "replace")
-            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=_MAX_FORM_FIELDS)
+            pairs += _read_pairs(await request.body())
         else:
             form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
             items = form.multi_items()
-            pairs = [(key, value) for key, value in items if not isinstance(value, UploadFile)]
+            pairs += [(key, value) for key, value in items if not isinstance(value, UploadFile)]
     except (HTTPException, ValueError, LookupError):  # LookupError: an unknown charset
         raise invalid("the form cannot be read") from None
     keys = [key for key, _ in pairs]
@@ -63,6 +62,16 @@ async def read_fields(request: Request) -> Fields:
         if keys.count(key) > 1:
             raise invalid(f"a form has one {key}; send a list as JSON")
     return dict(pairs)
+
+
+def _read_pairs(encoded: bytes) -> list[tuple[str, str]]:
+    """Read a URL-encoded form as Starlette does, but unescaped bytes, as of `curl -d`, as UTF-8.
+
+    Raises:
+        ValueError: if it has too many fields.
+    """
+    text = encoded.decode("utf-8", "replace")
+    return parse_qsl(text, keep_blank_values=True, max_num_fields=_MAX_FORM_FIELDS)
 
 
 def read_texts(fields: Fields, settings: ServerSettings) -> tuple[list[str], bool]:

@@ -8,6 +8,7 @@ import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from libretranslatepy import LibreTranslateAPI
@@ -32,6 +33,18 @@ def test_a_url_encoded_form_is_translated(client: Client) -> None:
 def test_a_json_request_is_translated(client: Client) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "de"})
     assert (answer.status, answer.tree) == (200, {"translatedText": TEXT})
+
+
+def test_fields_in_the_query_of_a_post_are_read(client: Client) -> None:
+    """As deep-translator sends them, without a body."""
+    fields = {"q": "ba, ü & ce", "source": "en", "target": "de", "format": "text"}
+    expected = client.post("/translate", fields).tree
+    answer = client.send("POST", f"/translate?{urlencode(fields)}")
+    assert (answer.status, answer.tree) == (200, expected)
+    text = {"q": fields.pop("q")}
+    assert client.post_form(f"/translate?{urlencode(fields)}", text).tree == expected
+    detected = client.send("POST", f"/detect?{urlencode(text)}")
+    assert detected.tree == client.post("/detect", text).tree
 
 
 def test_an_unescaped_form_is_read_as_utf_8(client: Client) -> None:
