@@ -127,6 +127,10 @@ class ScoringOptions:
     comet: CometModel | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.metrics, str):
+            raise ConfigError(
+                "`metrics` must be a list of metrics, but is one text; put it in a list."
+            )
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(

@@ -383,6 +383,10 @@ def test_a_scorer_shared_by_two_systems_gives_the_scores_of_one_scorer_per_syste
             "`--metrics` must be some of bleu, chrf, chrf++, ter, but has '' instead.",
         ),
         (
+            {"metrics": "bleu"},
+            "`metrics` must be a list of metrics, but is one text; put it in a list.",
+        ),
+        (
             {"metrics": ["ter"], "tokenize": "intl"},
             "`--tokenize` needs the metric bleu.",
         ),
