@@ -171,7 +171,7 @@ def serve(models: Sequence[Model], settings: ServerSettings, is_ctranslate2: boo
     languages; with `is_ctranslate2` they search with CTranslate2.
 
     Raises:
-        ConfigError: if two models have the same languages, or the address cannot be used.
+        ConfigError: as `Translations` does, or if the address cannot be used.
     """
     translations = Translations(models, is_ctranslate2)
     with listen(settings) as listening:

@@ -64,13 +64,18 @@ class Translations:
             and prefixes.
 
     Raises:
-        ConfigError: if two models have the same pair.
+        ConfigError: if two models have the same pair, or a model has one language.
     """
 
     def __init__(self, models: Sequence[Model], is_ctranslate2: bool = False) -> None:
         self._models: dict[tuple[str, str], Model] = {}
         for model in models:
             pair = model.config.data.src_lang, model.config.data.tgt_lang
+            if pair[0] == pair[1]:  # LibreTranslate's interface returns such texts unchanged
+                raise ConfigError(
+                    f"{model.run.path}: must translate between two languages, but translates from "
+                    f"{pair[0]} to {pair[1]}."
+                )
             if pair in self._models:
                 raise ConfigError(
                     f"{model.run.path}: must translate another pair of languages than "

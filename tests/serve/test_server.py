@@ -251,6 +251,15 @@ def test_two_runs_with_the_same_language_pair_are_refused(
     )
 
 
+def test_a_run_of_one_language_is_refused_since_its_texts_would_be_returned_unchanged(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    run = with_languages(trained, tmp_path / "run", "en", "en")
+    assert refused(cli, run, "--port", "0") == (
+        f"{run}: must translate between two languages, but translates from en to en."
+    )
+
+
 def test_an_address_in_use_is_an_error(cli: Cli, trained: RunDir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
