@@ -394,6 +394,9 @@ def init(
     if (src is None) != (tgt is None):
         raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
     files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
+    for key, pair in files.items():
+        if pair is not None and (isinstance(pair, str) or len(pair) != 2):
+            raise ConfigError(f"`{key}` must be two files, but is {pair!r:.60} instead.")
     request = write_config.parse_request(
         (src_lang, tgt_lang),
         {key: (_path(pair[0]), _path(pair[1])) for key, pair in files.items() if pair},

@@ -105,7 +105,7 @@ def parse_request(
         run_dir: of the config; runs/SRC-TGT if None.
 
     Raises:
-        ConfigError: if one is invalid, or a file to be written or the run exists.
+        ConfigError, RunError: if one is invalid, or a file to be written or the run exists.
     """
     for side, code in zip(("src", "tgt"), languages, strict=True):
         if not _LANGUAGE.fullmatch(code):
@@ -159,6 +159,7 @@ def parse_request(
     for path in [str(config_path), *new_paths]:
         if Path(path).exists():
             raise ConfigError(f"{path}: already exists; choose another with -o, or delete it.")
+    RunDir(Path(run_dir)).check_no_file()
     if RunDir(Path(run_dir)).config_path.exists():
         raise ConfigError(f"{run_dir}: already holds a run; choose another with --run.")
     check_writable(config_path)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tasks import Said, write
 
+import mtrain
 from mtrain.audit.audit import audit
 from mtrain.audit.rules import Severity
 from mtrain.autoconfig import benchmark, presets, split, write_config
@@ -21,7 +22,7 @@ from mtrain.config.sections import DecodingConfig
 from mtrain.corpus.dropped import read_counts
 from mtrain.data.loader import TrainingData
 from mtrain.data.prepare import prepare, read_test, read_valid
-from mtrain.errors import ConfigError, DataError, WriteError
+from mtrain.errors import ConfigError, DataError, RunError, WriteError
 from mtrain.io import atomic
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import build_model
@@ -734,6 +735,19 @@ def test_a_folder_is_refused_as_the_output(name):
     with pytest.raises(ConfigError) as error:
         parse(output=name)
     assert str(error.value) == f"`--output` must be a file, but is the folder {name} instead."
+
+
+def test_a_file_is_refused_as_the_run_folder():
+    Path("run").write_text("mine\n")
+    with pytest.raises(RunError, match=r"^run: must be a run folder, but is a file instead"):
+        parse(run="run")
+
+
+@pytest.mark.parametrize("pair", ["valid.en", ("valid.en",), ("a", "b", "c")])
+def test_a_validation_set_that_is_not_two_files_is_refused_from_python(pair):
+    with pytest.raises(ConfigError) as error:
+        mtrain.init("en", "de", src="a.en", tgt="a.de", valid=pair)
+    assert str(error.value) == f"`valid` must be two files, but is {pair!r} instead."
 
 
 @pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])
