@@ -373,7 +373,7 @@ def before_and_after(
         return []
     other = RunDir(Path(init_from))
     try:
-        tests, before = _tests_of_both(run, other), load([other])
+        tests, before = _tests_of_both(run, other, warn), load([other])
     except UserError as error:
         warn(f"`training.init_from`: no scores of before: {error}")
         return []
@@ -393,14 +393,20 @@ def before_and_after(
     return reports
 
 
-def _tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
+def _tests_of_both(run: RunDir, other: RunDir, warn: Warn) -> dict[str, TestSet]:
     """Return the test sets of two runs by name; those with the same content are listed once.
 
     If both runs give different test sets the same name, that of `other` becomes "NAME of FOLDER".
+    Without the text of those of `other`, as in a copy that only translates, they are left out.
     """
     tests = read_tests(run) if run.config.data.tests else {}
     if other.config.data.tests:
-        for name, lines in read_tests(other).items():
+        try:
+            of_other = read_tests(other)
+        except UserError as error:
+            warn(f"`training.init_from`: its test sets are left out: {error}")
+            return tests
+        for name, lines in of_other.items():
             if lines not in tests.values():
                 tests[f"{name} of {other.path}" if name in tests else name] = lines
     return tests

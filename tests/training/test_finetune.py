@@ -442,6 +442,24 @@ def test_the_scores_before_fine_tuning_are_of_final_weights_also_with_a_checkpoi
     assert scores[2]["system"] == str(run.path)
 
 
+def test_a_base_run_without_the_text_of_its_test_sets_is_scored_on_those_of_the_tuned_run(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    shutil.rmtree(other.data_dir)
+    run = RunDir(shutil.copytree(base.path, tmp_path / "run"))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["training"]["init_from"] = str(other.path)
+    write_config(run.config_path, tree)
+    outcome = cli("eval", run.path, "--beam", "1", "--json")
+    assert outcome.code == 0, outcome.err
+    assert "`training.init_from`: its test sets are left out: " in outcome.err
+    held_out = json.loads(outcome.out)["held_out"]
+    before, after = held_out["before_and_after"]["scores"][::2]
+    assert (before["system"], after["system"]) == (str(other.path), str(run.path))
+    assert before["value"] == after["value"] == held_out["scores"][0]["value"]
+
+
 def test_the_test_sets_of_a_base_run_are_scored_by_the_tokenizer_of_its_own_target_language(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
