@@ -41,9 +41,9 @@ class ServerSettings:
                 f"`--url-prefix` must begin with a slash and end without one, but is {prefix!r} "
                 "instead."
             )
-        if "{" in prefix or "}" in prefix:  # a path parameter of Starlette
+        if set(prefix) & set("{}?#"):  # a path parameter of Starlette, or the end of a path
             raise ConfigError(
-                f"`--url-prefix` must have no curly brackets, but is {prefix!r} instead."
+                f"`--url-prefix` must have none of `{{}}?#`, but is {prefix!r} instead."
             )
         if self.trust_proxy not in (None, "*"):
             _check_addresses(self.trust_proxy)

@@ -293,9 +293,10 @@ def test_a_url_prefix_must_begin_with_a_slash_and_end_without_one(
             "`--url-prefix` must begin with a slash and end without one, but is "
             f"{prefix!r} instead."
         )
-    assert refused(cli, trained.path, "--url-prefix", "/{x:foo}") == (
-        "`--url-prefix` must have no curly brackets, but is '/{x:foo}' instead."
-    )
+    for prefix in ("/{x:foo}", "/a?b", "/#"):
+        assert refused(cli, trained.path, "--url-prefix", prefix) == (
+            f"`--url-prefix` must have none of `{{}}?#`, but is {prefix!r} instead."
+        )
 
 
 @pytest.mark.parametrize("wrong", ["localhost", "10.0.0.1/8", "", "*,10.0.0.1", "::1,300.0.0.1"])
