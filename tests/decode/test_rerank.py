@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from builders import SRC_LINES, model_config, randomise, vocabularies
+from tasks import reverse_task
 
 import mtrain
 from mtrain.decode.beam import Hypothesis, length_penalty
@@ -198,16 +199,20 @@ def test_a_reverse_model_with_nan_weights_is_an_error(translator: Translator) ->
 def test_a_loaded_run_reranks_with_a_run_of_the_other_direction(
     reverser: RunDir, back_run: Path
 ) -> None:
-    lines = ["ba ce di", "fo gu", "tu so ri ba"]
-    backwards = [" ".join(reversed(line.split())) for line in lines]
+    pairs = reverse_task(150, seed=9)
+    lines = [pair.src for pair in pairs]
     plain = mtrain.load(reverser.path, beam=3)
     model = mtrain.load(reverser.path, beam=3, rerank_with=back_run, rerank_weight=2.0)
     assert model.options.rerank_weight == 2.0
     assert mtrain.load(reverser.path, rerank_with=back_run).options.rerank_weight == 0.3
     own = plain.translate(lines, details=True)
     found = model.translate(lines, details=True)
-    assert [each.text for each in found] == backwards != [each.text for each in own]
     assert all(each.score < other.score for each, other in zip(found, own, strict=True))
+    num_right, num_right_alone = (
+        sum(each.text == pair.tgt for each, pair in zip(translated, pairs, strict=True))
+        for translated in (found, own)
+    )
+    assert num_right > num_right_alone  # which ones differs by processor
     off = replace(model.options, rerank_weight=None)
     assert model.translate(lines, off, details=True) == own
     for arguments, message in (
