@@ -417,7 +417,7 @@ def _tried(
     measured = benchmark.measure(preset, batch_tokens, sample, request.device, consistency)
     what = f"{measured.num_parameters:,} weights" if consistency is None else "consistency loss"
     console.say(
-        f"tried     {preset.name:<6}  {what:>19}  batches of {batch_tokens:,}  "
+        f"tried     {preset.name:<6}  {what:>19}  batches of {batch_tokens:<5,}  "
         f"{measured.tokens_per_s:>7,.0f} tokens/s"
     )
     return measured

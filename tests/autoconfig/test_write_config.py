@@ -184,6 +184,15 @@ def test_the_dropout_depends_on_the_reads_of_each_different_pair():
     assert written("copies.yaml").model.dropout == written("once.yaml").model.dropout == 0.3
 
 
+def test_the_speeds_of_all_sizes_of_batches_stand_in_one_column():
+    said = Said()
+    init(said, budget_s=60)
+    tried = [line for line in said.lines if line.startswith("tried")]
+    sizes = [re.search(r"batches of ([\d,]+) ", line)[1] for line in tried]
+    assert (sizes[0], len(sizes[-1])) == ("4,096", 3)
+    assert len({line.rindex(" tokens/s") for line in tried}) == 1
+
+
 def test_a_long_budget_adds_the_consistency_loss_and_plans_with_its_measured_speed(
     monkeypatch,
 ):
