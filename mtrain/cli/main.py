@@ -131,7 +131,10 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show it, and what it runs on."
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show versions, device, precision.",
         ),
     ] = False,
 ) -> None:
