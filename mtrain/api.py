@@ -395,7 +395,7 @@ def init(
         raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
     files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
     for key, pair in files.items():
-        if pair is not None and (isinstance(pair, str) or len(pair) != 2):
+        if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
             raise ConfigError(f"`{key}` must be two files, but is {pair!r:.60} instead.")
     request = write_config.parse_request(
         (src_lang, tgt_lang),

@@ -752,7 +752,7 @@ def test_a_file_is_refused_as_the_run_folder():
         parse(run="run")
 
 
-@pytest.mark.parametrize("pair", ["valid.en", ("valid.en",), ("a", "b", "c")])
+@pytest.mark.parametrize("pair", ["valid.en", "de", Path("v"), ("valid.en",), ("a", "b", "c")])
 def test_a_validation_set_that_is_not_two_files_is_refused_from_python(pair):
     with pytest.raises(ConfigError) as error:
         mtrain.init("en", "de", src="a.en", tgt="a.de", valid=pair)
