@@ -208,18 +208,20 @@ def test_a_pair_that_exists_or_whose_synthetic_side_has_no_letters_is_dropped_as
     pair_rules = PairRules(data, real_text(data.train), tmp_path)
     known = [("ba ce", ""), ("", "fo gu"), ("ba ce", "fo gu"), ("...", "fo gu")]
     repeated = [
-        *(Candidate("ba ce", "...", 0), Candidate("?!", "fo gu", 1)),
-        *(
-            Candidate("ba ce", "...", 2),
-            Candidate("?!", "fo gu", 2),
-            Candidate("Ba ce!", "fo gu", 2),
-        ),
+        Candidate("ba ce", "...", 0),
+        Candidate("?!", "fo gu", 1),
+        Candidate("ba ce", "...", 2),
+        Candidate("?!", "fo gu", 2),
+        Candidate("Ba ce!", "fo gu", 2),
         Candidate("?!", "fo gu", 3),
     ]
     kept = [
-        *(Candidate("ba ce", "ha je", 0), Candidate("ha je", "fo gu", 1)),
-        *(Candidate("ba ce", "ha je", 2), Candidate("ha je", "fo gu", 2)),
-        *(Candidate("...", "ha je", 3), Candidate("ha je", "fo gu", 3)),
+        Candidate("ba ce", "ha je", 0),
+        Candidate("ha je", "fo gu", 1),
+        Candidate("ba ce", "ha je", 2),
+        Candidate("ha je", "fo gu", 2),
+        Candidate("...", "ha je", 3),
+        Candidate("ha je", "fo gu", 3),
     ]
     assert pair_rules.reasons(repeated, known) == ["repeated"] * len(repeated)
     assert pair_rules.reasons(kept, known) == [None] * len(kept)

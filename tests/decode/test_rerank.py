@@ -208,6 +208,17 @@ def test_a_loaded_run_reranks_with_a_run_of_the_other_direction(
     own = plain.translate(lines, details=True)
     found = model.translate(lines, details=True)
     assert all(each.score < other.score for each, other in zip(found, own, strict=True))
+    search = replace(plain.options, num_best=3, retry_flagged=False)
+    candidates = plain.translate(lines, search, details=True)
+    ranked = rerank(
+        load(RunDir(back_run)),
+        lines,
+        [[best, *best.alternatives] for best in candidates],
+        2.0,
+        search.length_alpha,
+    )
+    unflagged = model.translate(lines, replace(model.options, retry_flagged=False), details=True)
+    assert [each.text for each in unflagged] == [best.text for best, *_ in ranked]
     num_right, num_right_alone = (
         sum(each.text == pair.tgt for each, pair in zip(translated, pairs, strict=True))
         for translated in (found, own)

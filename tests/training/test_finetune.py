@@ -424,15 +424,22 @@ def test_the_test_sets_of_both_runs_are_scored_before_and_after_fine_tuning(
     assert "test sets before" not in cli("eval", run.path, "--tests", "same").out.decode()
 
 
+def copied_as_tuned(run: RunDir, other: RunDir, directory: Path, **data: object) -> RunDir:
+    """Copy a run as one that was fine-tuned from another, with some other keys of `data`."""
+    copy = RunDir(shutil.copytree(run.path, directory / "run"))
+    tree = yaml.safe_load(copy.config_path.read_text("utf-8"))
+    tree["training"]["init_from"] = str(other.path)
+    tree["data"] |= data
+    write_config(copy.config_path, tree)
+    return copy
+
+
 def test_the_scores_before_fine_tuning_are_of_final_weights_also_with_a_checkpoint(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
     shutil.rmtree(other.checkpoints_dir)
-    run = RunDir(shutil.copytree(base.path, tmp_path / "run"))
-    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
-    tree["training"]["init_from"] = str(other.path)
-    write_config(run.config_path, tree)
+    run = copied_as_tuned(base, other, tmp_path)
     step = min(checkpoint.steps(run.checkpoints_dir))
     outcome = cli("eval", run.path, "--checkpoint", str(step), "--beam", "1", "--json")
     assert outcome.code == 0, outcome.err
@@ -447,10 +454,7 @@ def test_a_base_run_without_the_text_of_its_test_sets_is_scored_on_those_of_the_
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
     shutil.rmtree(other.data_dir)
-    run = RunDir(shutil.copytree(base.path, tmp_path / "run"))
-    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
-    tree["training"]["init_from"] = str(other.path)
-    write_config(run.config_path, tree)
+    run = copied_as_tuned(base, other, tmp_path)
     outcome = cli("eval", run.path, "--beam", "1", "--json")
     assert outcome.code == 0, outcome.err
     assert "`training.init_from`: its test sets are left out: " in outcome.err
@@ -463,11 +467,8 @@ def test_a_base_run_without_the_text_of_its_test_sets_is_scored_on_those_of_the_
 def test_the_test_sets_of_a_base_run_are_scored_by_the_tokenizer_of_its_own_target_language(
     cli: Cli, base: RunDir, tmp_path: Path
 ) -> None:
-    run = RunDir(shutil.copytree(base.path, tmp_path / "run"))
-    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
-    tree["training"]["init_from"] = str(base.path)
-    tree["data"] |= {"tgt_lang": "th", "tests": {"thai": tree["data"]["valid"]}}
-    write_config(run.config_path, tree)
+    thai = {"tgt_lang": "th", "tests": {"thai": base.config.data.valid.model_dump()}}
+    run = copied_as_tuned(base, base, tmp_path, **thai)
     outcome = cli("eval", run.path, "--beam", "1", "--json")
     assert outcome.code == 0, outcome.err
     trees = {name: tree["before_and_after"] for name, tree in json.loads(outcome.out).items()}
