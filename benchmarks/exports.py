@@ -13,8 +13,8 @@ by transformers.js under node, if NODE_PATH names its folder, one line at a time
 Chromium, if that is installed, timed from the input of the text to the last line.
 
 The systems take turns, and what counts is the median of the ratios of a round. The megabytes are
-those of the files that a system loads. Libraries that are not installed, or
-do not support the model, are left out.
+those of the files that a system loads. Libraries that are not installed, or do not support the
+model, are left out.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def _mark_tests(data: DataConfig, new: Mapping[str, Corpus], marks: Tree) -> Tre
         if name in needed or (isinstance(mark, dict) and "revision" in mark)
     }
     for corpus in new.values():
-        for name in filter(lambda path: path not in tokenized, paths_of(corpus)):
+        for name in (path for path in paths_of(corpus) if path not in tokenized):
             stat = Path(name).stat()
             mark = FileMark(stat.st_size, stat.st_mtime_ns, sha256(Path(name)))
             marks[name] = mark._asdict()

@@ -112,11 +112,8 @@ def _figures(pictures: Pictures, run_name: str) -> Iterator[tuple[str, Callable[
     config, attention, batches = pictures.config, pictures.attention, pictures.batches
     if pictures.curves:
         training = config.training
-        smoothing, has_divergence = training.label_smoothing, training.consistency is not None
-        yield (
-            "curves",
-            partial(draw_curves, pictures.curves, run_name, smoothing, has_divergence),
-        )
+        losses = training.label_smoothing, training.consistency is not None
+        yield "curves", partial(draw_curves, pictures.curves, run_name, *losses)
     if attention:
         yield "alignment", partial(draw_alignment, attention)
         for kind, layers in attention.maps.items():
@@ -144,9 +141,7 @@ def draw_curves(
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     figure.suptitle(readable(f"Training of {name}"))
     (loss, bleu), (lr, speed) = figure.subplots(2, 2, sharex=True)
-    batches = (
-        "training batches, with the consistency loss" if has_divergence else "training batches"
-    )
+    batches = "training batches" + ", with the consistency loss" * has_divergence
     for axes, key, color, style, label in (
         (loss, "loss", BLUE, "-", batches),
         (loss, "valid_loss", RED, "--", "validation set"),

@@ -25,8 +25,8 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu = re.fullmatch(r"cuda(?::(\d+))?", str(name))
-    if not isinstance(name, str) or (name != "cpu" and not gpu):
+    gpu = re.fullmatch(r"cuda(?::(\d+))?", name) if isinstance(name, str) else None
+    if name != "cpu" and not gpu:
         raise ConfigError(f"`{key}` must be auto, cpu, cuda or cuda:N, but is {name!r} instead.")
     try:
         device = torch.device(name)

@@ -64,6 +64,7 @@ _ATTRIBUTE = re.compile(r"([^\s=/>]+)(?:\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]*))?")
 _LONG_ENTITY = re.compile("&#[0-9]{640,};?")  # of more digits than Python may convert
 _SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
 _MAX_DEPTH = 20  # of nested elements; deeper ones are not placed by alignment
+# that ends words or sentences, in Latin and other scripts
 _PUNCTUATION = SENTENCE_ENDS + WIDE_SENTENCE_ENDS + ",:;\"'”’»)]}，、．：；）」』】》،؛፣፤၊"
 
 
