@@ -152,11 +152,16 @@ class _CusumTest:
 
 
 def _strongest(shifts: list[Shift]) -> list[Shift]:
-    """Keep the strongest of overlapping stretches; sort them by position."""
+    """Cut overlapping stretches, so that the stronger one keeps its pairs; sort by position.
+
+    What is left of a stretch is dropped if its share of the evidence is too small for a finding.
+    """
     kept: list[Shift] = []  # by position; none overlaps another
     for shift in sorted(shifts, key=lambda shift: -shift.evidence):
         position = bisect_left(kept, shift)
-        is_after = position == 0 or kept[position - 1].last < shift.first
-        if is_after and (position == len(kept) or shift.last < kept[position].first):
-            kept.insert(position, shift)
+        first = max([shift.first, *(other.last + 1 for other in kept[:position][-1:])])
+        last = min([shift.last, *(other.first - 1 for other in kept[position:][:1])])
+        share = (last - first + 1) / (shift.last - shift.first + 1)
+        if share * shift.evidence >= _THRESHOLD:
+            kept.insert(position, Shift(first, last, shift.offset, share * shift.evidence))
     return kept

@@ -1,5 +1,6 @@
 """Misalignment: the CUSUM test equals a loop over pairs, and shifts in real text are found."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -106,24 +107,36 @@ def test_shuffled_pairs_are_not_reported_as_a_shift() -> None:
     assert misalignment.find(reader(SRC, tgt)) == []
 
 
-def test_of_overlapping_shifts_the_one_with_the_most_evidence_is_kept() -> None:
-    strong, weak, apart = Shift(5, 50, 1, 90.0), Shift(40, 60, 2, 30.0), Shift(51, 60, 3, 26.0)
-    assert misalignment._strongest([weak, strong, apart]) == [strong, apart]
+def test_stretches_of_several_lost_lines_are_all_found_though_their_ends_overlap() -> None:
+    tgt = np.concatenate([TGT[:700], TGT[701:1400], TGT[1401:2100], TGT[2101:]])
+    found = misalignment.find(reader(SRC[: len(tgt)], tgt))
+    assert [shift.offset for shift in found] == [-1, -2, -3]
+    firsts, lasts = ([getattr(shift, end) for shift in found] for end in ("first", "last"))
+    assert np.abs(np.subtract(firsts, [700, 1399, 2098])).max() <= 8
+    assert np.abs(np.subtract(lasts, [1398, 2097, len(tgt) - 1])).max() <= 8
+
+
+def test_a_stretch_that_overlaps_a_stronger_one_is_cut_or_dropped_if_little_is_left() -> None:
+    strong, cut, weak = Shift(5, 50, 1, 90.0), Shift(41, 80, 2, 40.0), Shift(31, 70, 3, 26.0)
+    assert misalignment._strongest([cut, strong]) == [strong, Shift(51, 80, 2, 30.0)]
+    assert misalignment._strongest([weak, strong]) == [strong]
+    assert misalignment._strongest([Shift(10, 20, 4, 80.0), strong]) == [strong]
 
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=12)
 
 
 @given(STRETCHES)
-def test_the_kept_shifts_equal_those_of_a_greedy_search_by_evidence(
+def test_kept_stretches_do_not_overlap_and_lie_within_those_that_were_found(
     stretches: list[tuple[int, int]],
 ) -> None:
     shifts = [
-        Shift(first, first + length, 1, float(100 - number))
+        Shift(first, first + length, number, float(100 - number))
         for number, (first, length) in enumerate(stretches)
     ]
-    kept: list[Shift] = []
-    for shift in shifts:
-        if all(shift.last < other.first or shift.first > other.last for other in kept):
-            kept.append(shift)
-    assert misalignment._strongest(shifts[::-1]) == sorted(kept)
+    kept = misalignment._strongest(shifts[::-1])
+    assert all(left.last < right.first for left, right in itertools.pairwise(kept))
+    assert shifts[:1] == [shift for shift in kept if shift.offset == 0]  # the strongest, whole
+    for shift in kept:
+        whole = shifts[shift.offset]
+        assert whole.first <= shift.first <= shift.last <= whole.last
