@@ -30,6 +30,7 @@ Records = npt.NDArray[np.void]
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+WordCells = npt.NDArray[np.uint16]  # [2, words]: the line of each word in its block, and its cell
 
 
 class LineFlag(IntFlag):
@@ -313,22 +314,26 @@ _NUM_CELLS = 1 << 16
 _MAX_NATS = 3.0  # of one word
 
 
+def word_cells(side: LineFeatures) -> WordCells:
+    """Return the line of each word, and its cell in the tables of a `SideClassifier`."""
+    cells = side.words % np.uint64(_NUM_CELLS)
+    return np.array([side.word_lines.astype(np.uint16), cells.astype(np.uint16)])
+
+
 class SideClassifier:
     """Classifies lines as source or target language: naive Bayes over hashed words."""
 
     def __init__(self) -> None:
         self._counts = np.zeros((2, _NUM_CELLS), np.int64)
 
-    def learn(self, src: LineFeatures, tgt: LineFeatures) -> None:
+    def learn(self, src: WordCells, tgt: WordCells) -> None:
         """Count the words of some pairs."""
-        for counts, side in zip(self._counts, (src, tgt), strict=True):
-            cells = (side.words % np.uint64(_NUM_CELLS)).astype(np.int64)
-            counts += np.bincount(cells, minlength=_NUM_CELLS)
+        for counts, words in zip(self._counts, (src, tgt), strict=True):
+            counts += np.bincount(words[1], minlength=_NUM_CELLS)
 
-    def scores(self, side: LineFeatures) -> npt.NDArray[np.float32]:
+    def scores(self, words: WordCells, num_lines: int) -> npt.NDArray[np.float32]:
         """Return the log-odds of the source side for each line, in nats."""
-        cells = (side.words % np.uint64(_NUM_CELLS)).astype(np.int64)
+        lines, cells = words
         rates = (self._counts[:, cells] + 1.0) / (self._counts.sum(1, keepdims=True) + 1.0)
         nats = np.clip(np.log(rates[0] / rates[1]), -_MAX_NATS, _MAX_NATS)
-        sums = np.bincount(side.word_lines, weights=nats, minlength=len(side.lines))
-        return sums.astype(np.float32)
+        return np.bincount(lines, weights=nats, minlength=num_lines).astype(np.float32)

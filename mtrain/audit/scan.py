@@ -24,8 +24,10 @@ from mtrain.audit.features import (
     LineFlag,
     PairWindow,
     SideClassifier,
+    WordCells,
     add_flag,
     measure,
+    word_cells,
 )
 from mtrain.audit.rules import PairBlock, Reasons
 from mtrain.config.corpora import TrainText, bidirectional_corpora, corpora_of
@@ -94,6 +96,25 @@ class PairRecords:
     def __init__(self, directory: Path, corpus: str) -> None:
         self.path = directory / f".{corpus}.records"
         self._repeats: Repeats | None = None
+        self._words_path = directory / f".{corpus}.words"
+        self._word_blocks: list[tuple[int, int, int, int]] = []  # see `add_words`
+
+    def add_words(self, first: int, num_pairs: int, src: WordCells, tgt: WordCells) -> None:
+        """Write the words of a block of pairs, for `classify`."""
+        append(self._words_path, src.tobytes() + tgt.tobytes())
+        self._word_blocks.append((first, num_pairs, src.shape[1], tgt.shape[1]))
+
+    def classify(self, classifier: SideClassifier) -> None:
+        """Set `language` of the records whose words were added, and delete the words."""
+        if not self._word_blocks:
+            return
+        with self._words_path.open("rb") as stream:
+            for first, num_pairs, *num_words in self._word_blocks:
+                records = np.memmap(self.path, PAIR, "r+", first * PAIR.itemsize, (num_pairs,))
+                for side, count in zip(("src", "tgt"), num_words, strict=True):
+                    words = np.fromfile(stream, np.uint16, 2 * count).reshape(2, -1)
+                    records[side]["language"] = classifier.scores(words, num_pairs)
+        self._words_path.unlink()
 
     def windows(self) -> Iterator[PairWindow]:
         """Yield all records, many at a time."""
@@ -164,6 +185,8 @@ def scan_corpora(
         scan = Scan(name, corpus, reader, records, [PieceCounts(side) for side in sides])
         _read(scan, classifier, scans if name in (VALID, TRAIN) else [], advance, features)
         scans.append(scan)
+    for scan in scans:  # by the words of all pairs, so that their order does not matter
+        scan.records.classify(classifier)
     return scans
 
 
@@ -184,9 +207,9 @@ def _read(
         src, tgt = measure(block.src, features), measure(block.tgt, features)
         corpus_name = scan.reader.parts[-1].corpus
         if Feature.WORDS in features and corpus_name not in bidirectional:
-            classifier.learn(src, tgt)
-            for side in (src, tgt):
-                side.lines["language"] = classifier.scores(side)
+            words = word_cells(src), word_cells(tgt)
+            classifier.learn(*words)
+            scan.records.add_words(block.first, len(block.src), *words)
         for side, undecodable in ((src, block.src_bad), (tgt, block.tgt_bad)):
             add_flag(side.lines, LineFlag.UNDECODABLE, undecodable)
             add_flag(side.lines, LineFlag.NO_PAIR, block.faults)

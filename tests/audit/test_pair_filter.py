@@ -332,6 +332,24 @@ def test_no_good_pair_of_a_mixture_in_both_directions_is_dropped_or_listed_in_an
     assert not [name for name in found_lines(tmp_path) if name.endswith(f".{clean}")]
 
 
+@pytest.mark.parametrize("first", [0, 500])
+def test_a_block_of_swapped_pairs_is_found_also_at_the_start_and_no_pair_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr(reader, "BLOCK_PAIRS", 100)
+    pairs, places = demo_pairs("train", 1000), range(first, first + 120)
+    pairs = [Pair(*pair[::-1]) if row in places else pair for row, pair in enumerate(pairs)]
+    text = Planted(pairs, demo_pairs("valid", 12), demo_pairs("test", 12))
+    config = config_file.load(write_planted(tmp_path, text), ["data.clean=[swapped]"])
+    lines = dropped_lines(config, tmp_path, 1000)["swapped"]
+    assert set(lines) <= {place + 1 for place in places} and len(lines) >= 110
+    check_dir = tmp_path / "check"
+    check_dir.mkdir()
+    audit(config, None, check_dir, lambda num_bytes: None)
+    assert found_lines(check_dir) == {"train.swapped": lines}
+    assert not list(tmp_path.rglob(".*.words"))
+
+
 @pytest.mark.parametrize("names", ORDERS[:2])
 def test_swapped_lines_are_found_in_a_corpus_beside_another_in_both_directions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
