@@ -150,9 +150,10 @@ def _example(entry: Entry) -> Iterator[str]:
     file = entry["tgt_file"] if entry["side"] == "tgt" else entry["src_file"]
     where = f"{file}:{entry['line']}"
     if "last" in entry:
-        offset = entry["offset"]
+        offset, last = entry["offset"], entry["last"]
         direction = "later" if offset > 0 else "earlier"
-        where += f" to {entry['last']['line']}: targets {count(abs(offset), 'line')} {direction}"
+        end = last["line"] if last["file"] == file else f"{last['file']}:{last['line']}"
+        where += f" to {end}: targets {count(abs(offset), 'line')} {direction}"
     elif "first" in entry:
         where += f", first at {entry['first']['file']}:{entry['first']['line']}"
     yield from _rows(where)

@@ -16,7 +16,15 @@ from typing import Any
 import defects
 import pytest
 from conftest import Cli, all_shown, open_terminal
-from defects import PLANTERS, SHIFT_PAIRS, Planted, found_lines, plant, write_planted
+from defects import (
+    PLANTERS,
+    SHIFT_PAIRS,
+    Planted,
+    found_lines,
+    plant,
+    write_pairs,
+    write_planted,
+)
 from fork_server import MtrainProcess
 from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config, write_corpus
 
@@ -110,6 +118,23 @@ def test_a_shift_is_reported_with_its_offset_and_its_first_line_within_3_lines(
     assert abs(example["line"] - min(text.lines["train.shift"])) <= 3
     assert abs(example["last"]["line"] - example["line"] - SHIFT_PAIRS) <= 6
     assert example["offset"] == -1
+
+
+def test_a_stretch_that_ends_in_a_later_file_is_reported_with_that_file(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    src, tgt = map(list, zip(*demo_pairs("train", NUM_PAIRS), strict=True))
+    pairs = [Pair(*lines) for lines in zip(src, tgt[:1500] + tgt[1501:] + tgt[:1], strict=True)]
+    files = write_pairs(Path(), "a", pairs[:2000]), write_pairs(Path(), "b", pairs[2000:])
+    train = {side: [file for named in files for file in named[side]] for side in ("src", "tgt")}
+    valid = write_pairs(Path(), "valid", demo_pairs("valid", 30))
+    data = {"src_lang": "en", "tgt_lang": "de", "train": train, "valid": valid}
+    config = write_config(tmp_path / "config.yaml", {"run_dir": "run", "data": data})
+    found = re.search(
+        r"a.src:15\d\d to b.src:(\d+): targets 1 line earlier", cli("check", config).out.decode()
+    )
+    assert found and int(found[1]) >= 1990
 
 
 def _shifts(text: Planted, directory: Path) -> list[auditing.AuditFinding]:
