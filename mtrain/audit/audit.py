@@ -149,7 +149,7 @@ def _judge(
     """Judge all pairs of a corpus and write its lists; return the findings and dropped pairs."""
     dropping = rules.dropping_rules(clean) if scan.name == TRAIN else []
     dropped: Dropped = {}
-    repeats = scan.records.find_repeats()
+    repeats = scan.records.find_repeats(dropping, profile)
     for rule in RULES:
         if rule.refers is not None:
             lists.details[rule.name] = partial(_earlier, scan.reader, rule.refers(repeats))

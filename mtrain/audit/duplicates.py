@@ -31,11 +31,15 @@ class Repeats(NamedTuple):
     """For each pair, the number of an earlier pair, from 1; 0 if there is none."""
 
     of_pair: Numbers  # the first pair with the same two sides, neither of them blank
-    of_src: Numbers  # the first with the same source and another target, if `of_pair` is 0
+    of_src: Numbers  # the first kept one with the same source, another target, if `of_pair` is 0
 
 
-def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
-    """Find all repeats; each pass over the records sorts about `_PASS_PAIRS` hashes in memory."""
+def find(read: Callable[[], Iterator[PairWindow]], is_dropped: Flags) -> Repeats:
+    """Find all repeats, given for each pair whether another rule drops it.
+
+    Each pass over the records sorts about `_PASS_PAIRS` hashes in memory.
+    """
+    num_pairs = len(is_dropped)
     repeats = Repeats(np.zeros(num_pairs, np.uint32), np.zeros(num_pairs, np.uint32))
     num_passes = num_pairs // _PASS_PAIRS + 1
     for remainder in range(num_passes):  # of the hash of the source
@@ -53,9 +57,10 @@ def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
         first_of_pair = numbers[is_new_pair][np.cumsum(is_new_pair) - 1]
         is_repeated = ~is_new_pair
         repeats.of_pair[numbers[is_repeated]] = first_of_pair[is_repeated] + 1
-        lowest = np.minimum.reduceat(numbers, np.flatnonzero(is_new_src))
+        kept_numbers = np.where(is_dropped[numbers], num_pairs, numbers)
+        lowest = np.minimum.reduceat(kept_numbers, np.flatnonzero(is_new_src))
         first_of_src = lowest[np.cumsum(is_new_src) - 1]
-        is_other = is_new_pair & (numbers != first_of_src)
+        is_other = is_new_pair & (numbers > first_of_src)
         repeats.of_src[numbers[is_other]] = first_of_src[is_other] + 1
     return repeats
 

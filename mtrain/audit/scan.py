@@ -29,7 +29,7 @@ from mtrain.audit.features import (
     measure,
     word_cells,
 )
-from mtrain.audit.rules import PairBlock, Reasons
+from mtrain.audit.rules import CorpusProfile, PairBlock, Reasons, Rule
 from mtrain.config.corpora import TrainText, bidirectional_corpora, corpora_of
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import Reader
@@ -124,10 +124,16 @@ class PairRecords:
                 yield PairWindow(records["src"], records["tgt"], first)
                 first += len(records)
 
-    def find_repeats(self) -> Repeats:
-        """Find pairs and sources that occur earlier in the corpus."""
+    def find_repeats(self, dropping: Sequence[Rule], profile: CorpusProfile) -> Repeats:
+        """Find pairs that occur earlier in the corpus, and sources that do in a kept pair."""
+        others = [rule for rule in dropping if not rule.refers and rule.name != "max-tokens"]
         num_pairs = self.path.stat().st_size // PAIR.itemsize
-        self._repeats = duplicates.find(self.windows, num_pairs)
+        is_dropped = np.zeros(num_pairs, bool)
+        for first in range(0, num_pairs, _WINDOW_PAIRS) if others else ():
+            pairs = self.pairs(first, min(_WINDOW_PAIRS, num_pairs - first))
+            reasons = rules.drop_reasons(others, pairs, profile)
+            is_dropped[first : first + len(reasons)] = [reason is not None for reason in reasons]
+        self._repeats = duplicates.find(self.windows, is_dropped)
         return self._repeats
 
     def pairs(self, first: int, count: int) -> PairBlock:
@@ -244,7 +250,7 @@ class PairFilter:
             self._records.windows(), data.max_tokens, bool(bidirectional_corpora(data.train))
         )
         if any(rule.refers for rule in self._rules):
-            self._records.find_repeats()
+            self._records.find_repeats(self._rules, self._profile)
 
     def reasons(self, first: int, count: int) -> Reasons:
         """Return why `count` pairs from `first` on are dropped; `max-tokens` is not applied."""

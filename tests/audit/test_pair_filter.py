@@ -129,6 +129,25 @@ def test_a_source_whose_only_other_target_is_blank_keeps_its_translation(tmp_pat
     assert found == {"blank-side": [4], "repeated-source": [41]}
 
 
+def test_a_source_whose_earlier_pair_another_rule_drops_keeps_its_next_translation(
+    tmp_path: Path,
+) -> None:
+    tree = tiny_tree(tmp_path)
+    pairs = [Pair(f"{pair.src} {number}", pair.tgt) for number, pair in enumerate(copy_task(50, 1))]
+    pairs[3] = Pair(pairs[3].src, pairs[3].src)
+    for number, other in ((30, 3), (40, 3), (45, 5)):
+        pairs[number] = Pair(pairs[other].src, f"{pairs[number].tgt} {number}")
+    tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
+    tree["data"]["clean"] = ["copied", "repeated-source"]
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
+    found = dropped_lines(config, tmp_path, 50)
+    assert found == {"copied": [4], "repeated-source": [41, 46]}
+    check_dir = tmp_path / "check"
+    check_dir.mkdir()
+    audit(config, None, check_dir, lambda num_bytes: None)
+    assert found_lines(check_dir)["train.repeated-source"] == [41, 46]
+
+
 def test_check_predicts_the_number_of_pairs_that_training_drops_for_each_reason(
     cli: Cli, tmp_path: Path
 ) -> None:
