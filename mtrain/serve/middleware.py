@@ -111,7 +111,7 @@ class RequestMiddleware:
         """
         limit = self._settings.max_body
         error = HTTPException(413, f"Request is too large: at most {limit} bytes are read")
-        length = dict(request.scope["headers"]).get(b"content-length", b"0")
+        length = dict(request.scope["headers"]).get(b"content-length", b"").lstrip(b"0")
         if length.isdigit() and int(length) > limit:
             raise error
         chunks, num_bytes = [], 0

@@ -165,6 +165,13 @@ def test_a_body_that_is_too_large_gets_413_and_a_closed_connection(client: Clien
         assert error == {"error": "Request is too large: at most 262144 bytes are read"}
 
 
+def test_a_length_with_thousands_of_leading_zeros_is_read(client: Client) -> None:
+    body = json.dumps(GOOD).encode()
+    head = b"POST /translate HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += b"Content-Length: %s%d\r\n\r\n" % (b"0" * 5000, len(body))
+    assert exchange(client, head + body, closes=False).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(
     "sent",
     [
