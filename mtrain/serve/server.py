@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
 import socket
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -29,6 +33,8 @@ _KEEP_ALIVE_S = 5  # idle time after which a connection is closed
 _MAX_HEAD_BYTES = 65_536
 _MAX_PIPELINED = 8  # requests that wait on a connection for the answer to an earlier one
 _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # asyncio tries again
+_FULL_NOTE_S = 60.0  # between two warnings of that
 
 
 class _Protocol(HttpToolsProtocol):
@@ -187,9 +193,30 @@ def serve(models: Sequence[Model], settings: ServerSettings, is_ctranslate2: boo
             server.close()
 
 
+class _HttpServer(uvicorn.Server):
+    """Warns once a minute at most of connections that the system does not let it accept.
+
+    asyncio logs a traceback for each attempt, thousands of them a second.
+    """
+
+    _last_warning_s = -math.inf
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._note)
+        await super().startup(sockets)
+
+    def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _FULL:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._last_warning_s > _FULL_NOTE_S:
+            self._last_warning_s = time.monotonic()
+            logger.warning("%s", f"new connections have to wait: {error.strerror}")
+
+
 def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
     """Return the uvicorn server of the application; a signal ends it."""
-    http_server = uvicorn.Server(
+    http_server = _HttpServer(
         uvicorn.Config(
             server.app,
             http=_Protocol,

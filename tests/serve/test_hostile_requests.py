@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import resource
@@ -170,6 +171,26 @@ def test_a_length_with_thousands_of_leading_zeros_is_read(client: Client) -> Non
     head = b"POST /translate HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     head += b"Content-Length: %s%d\r\n\r\n" % (b"0" * 5000, len(body))
     assert exchange(client, head + body, closes=False).startswith(b"HTTP/1.1 200 ")
+
+
+def test_connections_that_cannot_be_accepted_are_logged_in_one_line(
+    pair_models: list[mtrain.Model],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(listening: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with running(pair_models) as client:
+        monkeypatch.setattr(socket.socket, "accept", refuse)
+        with socket.create_connection((client.host, client.port)):
+            wait_until(lambda: bool(caplog.records))
+        monkeypatch.undo()
+        assert client.get("/health").status == 200
+    warned = [
+        (record.name, record.getMessage()) for record in caplog.records if record.levelno > 20
+    ]
+    assert warned == [("mtrain", "new connections have to wait: Too many open files")]
 
 
 @pytest.mark.parametrize(
