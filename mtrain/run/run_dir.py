@@ -194,6 +194,13 @@ class RunDir:
             )
 
     def check_no_file(self) -> None:
-        """Raise RunError if the path of the folder is that of a file."""
+        """Raise RunError if the path is that of a file, or the folder has a pipe or a device.
+
+        A read of those may never end.
+        """
         if self.path.is_file():
             raise RunError(f"{self.path}: must be a run folder, but is a file instead.")
+        for folder, _, names in os.walk(self.path):
+            for path in (Path(folder, name) for name in names):
+                if path.is_fifo() or path.is_char_device():
+                    raise RunError(f"{path}: must be a file, but is a pipe or a device instead.")

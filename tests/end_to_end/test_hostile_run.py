@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import math
+import os
 import pickle
 import shutil
 import struct
@@ -38,7 +39,7 @@ from tasks import REPOSITORY, Said, Tree
 import mtrain
 from mtrain.config import config_file
 from mtrain.data.arrow_shards import MANIFEST_FILE
-from mtrain.errors import UserError
+from mtrain.errors import RunError, UserError
 from mtrain.plots import collect
 from mtrain.plots.draw import draw_curves, encode
 from mtrain.run import checkpoint
@@ -390,6 +391,21 @@ def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(cli: Cli, noisy:
             (run.path / NEWEST / "progress.json").write_bytes(b"{}")
             assert checkpoint.newest_whole(run.checkpoints_dir, Said().say) is not None
         assert len(list(run.checkpoints_dir.glob("damaged-step-*"))) == 3
+
+
+def test_a_pipe_or_device_in_a_run_folder_is_refused(cli: Cli, noisy: RunDir) -> None:
+    with copied(noisy) as run:
+        model = run.tokenizer_dir / "shared.model"
+        model.unlink()
+        os.mkfifo(model)
+        with pytest.raises(RunError, match=r"shared\.model: must be a file, but is a pipe"):
+            _ = run.config
+    with copied(noisy) as run:
+        run.metrics_path.unlink()
+        run.metrics_path.symlink_to(os.devnull)
+        refused = f"{run.metrics_path}: must be a file, but is a pipe or a device instead."
+        for command in (["doctor", run.path], ["train", noisy.config_path, "--run", run.path]):
+            assert cli(*command).err == f"mtrain: {refused}\n"
 
 
 def test_pruning_checkpoints_does_not_follow_links_out_of_the_run_folder(
