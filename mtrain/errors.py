@@ -6,16 +6,21 @@ from pathlib import Path
 
 NEEDS_POSIX = "mtrain needs Linux, macOS or another POSIX system; on Windows, WSL is one."
 
-# control characters, line and paragraph separators, surrogates
-_NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# control characters, line and paragraph separators, overrides of the direction, surrogates
+_NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def on_one_line(text: str) -> str:
+    """Return text with escapes for characters of `_NOT_SHOWN`, such as those of a file's name."""
+    return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class UserError(Exception):
     """An error that the user can correct; its message is one line that names what to change."""
 
     def __str__(self) -> str:
-        """Return the message on one line, with escapes for characters of `_NOT_SHOWN`."""
-        return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], super().__str__())
+        """Return the message `on_one_line`."""
+        return on_one_line(super().__str__())
 
 
 class ConfigError(UserError):

@@ -40,7 +40,8 @@ class _StderrHandler(logging.Handler):
         prefix = "mtrain: " if record.levelno >= logging.WARNING else ""
         Stderr().say(prefix + record.getMessage())
         if record.exc_info:
-            Stderr().say(logging.Formatter().formatException(record.exc_info))
+            for line in logging.Formatter().formatException(record.exc_info).split("\n"):
+                Stderr().say(line)
 
 
 @contextmanager

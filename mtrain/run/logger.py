@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from tqdm import tqdm
 
-from mtrain.errors import WriteError
+from mtrain.errors import WriteError, on_one_line
 from mtrain.io.atomic import append, write_lines
 from mtrain.io.lines import read_lines
 from mtrain.io.text_width import fitted
@@ -96,7 +96,7 @@ class Stderr:
     def say(self, text: str = "") -> None:
         """Print one line; if the terminal or pipe is closed, discard it and all later output."""
         try:
-            tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
+            tqdm.write(fitted(on_one_line(text), sys.stderr), file=sys.stderr)
         except OSError as error:
             if error.errno in (errno.EIO, errno.EPIPE):  # closed for good
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -17,6 +17,7 @@ from mtrain.data.prepare import ParallelLines
 from mtrain.errors import ConfigError
 from mtrain.io.text_width import fitted
 from mtrain.ops import native
+from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.training.validation import ValidationSet
@@ -245,3 +246,15 @@ def test_wrapped_rows_are_indented_past_their_label() -> None:
 
 def test_combining_marks_take_no_columns() -> None:
     assert rows_of("a\u0323\u0301 " * 40) == ["a\u0323\u0301 " * 39 + "a\u0323\u0301"]
+
+
+def test_a_terminal_gets_escapes_for_control_characters_of_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, shown = (
+        "a\x1b]0;b\x07\x9b2J\u2028\u202ec\n\u2066\udcff",
+        ("a\\x1b]0;b\\x07\\x9b2J\\u2028\\u202ec\\n\\u2066\\udcff"),
+    )
+    assert str(ConfigError(name)) == shown
+    Stderr().say(name)
+    assert capsys.readouterr().err == f"{shown}\n"
