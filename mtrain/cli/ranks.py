@@ -17,7 +17,7 @@ from typing import TextIO
 
 from mtrain.cli import console
 from mtrain.errors import ConfigError, LostError, UserError
-from mtrain.io.text_width import fitted
+from mtrain.run.logger import Stderr
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
 from mtrain.runtime.signals import Stopped
 
@@ -36,7 +36,7 @@ def _rank_prefix() -> str:
 def report_error(error: UserError) -> None:
     """Print an error on stderr, and write it to the error file that torchrun prints at its end."""
     message = f"mtrain: {_rank_prefix()}{error}"
-    print(fitted(message, sys.stderr), file=sys.stderr)
+    Stderr().say(message)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and _rank_prefix():
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}

@@ -820,6 +820,13 @@ def test_help_for_a_full_device_is_an_error_of_one_line(arguments: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_an_error_that_cannot_be_printed_exits_with_2_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mtrain", "translate", "absent"]
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.run(command, stderr=full, cwd=tmp_path, timeout=120).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_full_output_device_is_reported_and_the_other_output_is_removed(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
