@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
 
-from mtrain.errors import ConfigError
+from mtrain.errors import ConfigError, on_one_line
 from mtrain.io import atomic
 from mtrain.run.logger import Stderr, is_live
 
@@ -124,8 +124,13 @@ def _prompt(language: str) -> str:
 
 
 def with_prompt(lines: Iterable[str], language: str) -> Iterable[str]:
-    """Put the prompt of a language before each line, unless stdout is a file."""
-    return (_prompt(language) + line for line in lines) if sys.stdout.isatty() else lines
+    """Put the prompt of a language before each line, unless stdout is a file.
+
+    Control characters are shown as escapes: a model can put any byte into its output.
+    """
+    if not sys.stdout.isatty():
+        return lines
+    return (_prompt(language) + on_one_line(line) for line in lines)
 
 
 def read_typed(language: str) -> Generator[list[str], None, None]:

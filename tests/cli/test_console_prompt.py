@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import open_terminal
 from fork_server import MtrainProcess
 
+from mtrain.cli.console import with_prompt
 from mtrain.run.run_dir import RunDir
 
 ESCAPES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
@@ -134,3 +136,10 @@ def test_stdout_to_a_file_holds_only_translations_and_no_prompts(
         assert terminal.close() == 0
     first, second, end = (tmp_path / "out").read_bytes().split(b"\n")
     assert (first, second[:2], end) == (b"ba ce", b"fo", b"")
+
+
+def test_control_characters_of_a_translation_are_shown_as_escapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert [*with_prompt(["\x1b]0;a\x07 b\u3000\xa0"], "de")] == ["de> \\x1b]0;a\\x07 b\u3000\xa0"]
