@@ -58,10 +58,12 @@ class RunDir:
         finds another text or other settings empties it.
 
         Raises:
-            RunError: if another process holds it, or the path is that of a file.
+            RunError: if another process holds it, it is a link, or the path is that of a file.
         """
         self.check_no_file()
         path = self._work_dir
+        if path.is_symlink():  # it is emptied
+            raise RunError(f"{path}: must be a folder, but is a link instead; delete it.")
         with writable_dir(path), self._alone(path / LOCK_FILE, "tokenizing"):
             sweep(self.data_dir)
             sweep(self.tokenizer_dir)

@@ -408,6 +408,18 @@ def test_a_pipe_or_device_in_a_run_folder_is_refused(cli: Cli, noisy: RunDir) ->
             assert cli(*command).err == f"mtrain: {refused}\n"
 
 
+def test_tokenizing_does_not_empty_a_folder_that_a_link_in_the_run_folder_names(
+    cli: Cli, noisy: RunDir, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("as it was", encoding="utf-8")
+    with copied(noisy) as run:
+        shutil.rmtree(run.data_dir)
+        (run.path / ".tokenizing").symlink_to(tmp_path)
+        assert_refused(cli("tokenize", noisy.config_path, "--run", run.path))
+    assert [*tmp_path.iterdir()] == [precious]
+
+
 def test_pruning_checkpoints_does_not_follow_links_out_of_the_run_folder(
     cli: Cli, noisy: RunDir
 ) -> None:
