@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import gc
 import io
+import logging
 import os
 import pty
 import re
@@ -35,6 +37,7 @@ from ways import COMPILED
 
 from mtrain.autoconfig import benchmark
 from mtrain.cli.main import main
+from mtrain.config import config_file
 from mtrain.evaluation import significance
 from mtrain.ops import native
 from mtrain.run.run_dir import RunDir
@@ -71,6 +74,19 @@ SETTLED = {  # enough for the copy task to be learned almost without fault
     "log_every": 50,
     "validate_every": 200,
 }
+
+
+_parse, _trees = config_file._parse, dict[str, Any]()
+
+
+def _parse_once(text: str, name: str) -> Any:
+    """Parse a YAML text once: hundreds of tests read the same configs."""
+    if text not in _trees:
+        _trees[text] = _parse(text, name)
+    return copy.deepcopy(_trees[text])
+
+
+config_file._parse = _parse_once
 
 
 @pytest.fixture(autouse=True)
@@ -269,11 +285,15 @@ def client(pair_models: list[Any]) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that the last processes end together."""
+    """Begin with the files that take longest, so that the last processes end together.
+
+    The last one makes those after it in its process slower.
+    """
     longest = ["distributed", "kills", "torchrun", "native", "trainer", "finetune", "onnx_page"]
     longest += ["page", "draw", "cli", "doctor", "server", "readme"]
     place = {f"test_{name}": number for number, name in enumerate(longest)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    place["test_config_reads"] = len(place) + 1
+    items.sort(key=lambda item: place.get(item.path.stem, len(longest)))
 
 
 def pytest_collection_finish() -> None:
@@ -356,6 +376,29 @@ def quick_init(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_MIN_WINDOWS", "_MAX_WINDOWS", "_NUM_TRANSLATED"):
         monkeypatch.setattr(benchmark, name, 1)
     monkeypatch.setattr(benchmark, "startup_s", lambda: 1.0)
+
+
+class Logged(logging.Handler):
+    """Keeps the records that reach the root logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def messages(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+@pytest.fixture
+def logged() -> Iterator[Logged]:
+    handler = Logged()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

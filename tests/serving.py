@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import shutil
@@ -10,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
+
+from py3langid.langid import LanguageIdentifier
 
 import mtrain
 from mtrain.run.run_dir import RunDir
@@ -20,6 +24,9 @@ from mtrain.serve import server as serving
 from mtrain.serve.app import Server
 from mtrain.serve.settings import ServerSettings
 from mtrain.serve.translation import Translations
+
+_read_model = functools.cache(LanguageIdentifier.from_model_file)  # 0.3 s each time
+LanguageIdentifier.from_model_file = lambda *names, **options: copy(_read_model(*names, **options))
 
 JSON = "application/json"
 ANY_PORT = ServerSettings(port=0)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Cli
+from conftest import Cli, Logged
 from tasks import copy_task, reverse_task, tiny_tree, write, write_config, write_task
 
 import mtrain
@@ -141,16 +141,16 @@ def test_the_lines_of_an_open_file_are_translated(model: mtrain.Model, tmp_path:
 
 
 def test_each_call_warns_about_a_too_long_line_with_its_line_number(
-    model: mtrain.Model, caplog: pytest.LogCaptureFixture
+    model: mtrain.Model, logged: Logged
 ) -> None:
     for _ in range(3):
         assert len(model.translate(["ba", "ba ce di fo. " * 10])) == 2
-    assert len(caplog.messages) == 3 * len(set(caplog.messages)), "each call warns"
-    assert re.match(r"line 2: has \d+ tokens; translated in 2 parts\.", caplog.messages[0])
-    assert {record.name for record in caplog.records} == {"mtrain"}
+    assert len(logged.messages) == 3 * len(set(logged.messages)), "each call warns"
+    assert re.match(r"line 2: has \d+ tokens; translated in 2 parts\.", logged.messages[0])
+    assert {record.name for record in logged.records} == {"mtrain"}
     said: list[str] = []
     model.translate(["ba", "ba ce di fo. " * 10], on_warning=said.append)
-    assert said == caplog.messages[: len(said)]
+    assert said == logged.messages[: len(said)]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_ctranslate2_translates_like_the_command_line_and_refuses_unsupported_op
 def test_the_progress_of_an_export_is_logged_as_info_and_its_warnings_as_warnings(
     trained: RunDir,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
@@ -497,11 +497,11 @@ def test_the_progress_of_an_export_is_logged_as_info_and_its_warnings_as_warning
         raise mtrain.RunError("no text")
 
     monkeypatch.setattr("mtrain.evaluation.evaluation.read_tests", fail)
-    caplog.set_level(logging.INFO, "mtrain")
+    monkeypatch.setattr(logging.getLogger("mtrain"), "level", logging.INFO)
     run = shutil.copytree(trained.path, tmp_path / "run")
     mtrain.export(run, tmp_path / "out", "ctranslate2", check_lines=2)
     mtrain.load(run, engine="ctranslate2")
-    levels = [(record.levelname, record.message) for record in caplog.records]
+    levels = [(record.levelname, record.getMessage()) for record in logged.records]
     assert levels == [
         ("INFO", f"{tmp_path / 'out'}: writing, then checking on 2 lines"),
         ("WARNING", "the model card has no scores: no text"),
@@ -649,7 +649,10 @@ def test_models_have_a_repr_and_identity_and_exceptions_survive_pickling(
 
 
 def test_training_reports_metrics_stops_at_the_stop_event_and_resumes_identically(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    logged: Logged,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = tiny_tree(tmp_path)
     few = mtrain.load_config(tree, ["training.max_steps=6", "training.log_every=1"])
@@ -661,14 +664,14 @@ def test_training_reports_metrics_stops_at_the_stop_event_and_resumes_identicall
         if values.get("step") == 2:
             stop.set()
 
-    caplog.set_level(logging.INFO, "mtrain")
+    monkeypatch.setattr(logging.getLogger("mtrain"), "level", logging.INFO)
     with pytest.raises(mtrain.Stopped) as stopped:
         mtrain.train(few, on_metrics=note, stop=stop)
     assert stopped.value.signal_number == signal.SIGTERM
     assert [values["step"] for values in metrics if "loss" in values] == [1, 2]
-    assert any(line.startswith("step 2, loss") for line in caplog.messages)
+    assert any(line.startswith("step 2, loss") for line in logged.messages)
     run = mtrain.train(few, on_metrics=metrics.append)
-    assert any(line.startswith("resuming from") for line in caplog.messages)
+    assert any(line.startswith("resuming from") for line in logged.messages)
     written = [json.loads(line) for line in RunDir(run).metrics_path.read_text().splitlines()]
     assert [values for values in metrics if "step" in values] == [
         line for line in written if "step" in line

@@ -13,21 +13,20 @@ from conftest import Cli
 from mtrain.plots import draw
 from mtrain.run.run_dir import RunDir
 
-opened: list[str] | None = None  # the paths opened, while a test records them
 
+@pytest.fixture(scope="module")
+def reads() -> list[str]:
+    """The paths of all files that are opened from now on.
 
-def listen(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and opened is not None and isinstance(arguments[0], str):
-        opened.append(arguments[0])
-
-
-sys.addaudithook(listen)  # Python cannot remove an audit hook
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    Python cannot remove an audit hook, which makes all later tests of a process slower.
+    """
     paths: list[str] = []
-    monkeypatch.setattr(sys.modules[__name__], "opened", paths)
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str):
+            paths.append(arguments[0])
+
+    sys.addaudithook(listen)
     return paths
 
 

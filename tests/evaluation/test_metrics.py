@@ -16,7 +16,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import sacrebleu
-from conftest import Cli
+from conftest import Cli, Logged
 from tasks import WORDS, write
 
 from mtrain.errors import ConfigError
@@ -307,12 +307,12 @@ def test_japanese_and_korean_use_a_mecab_tokenizer_if_it_is_installed(
 
 
 def test_text_that_looks_tokenized_is_scored_without_a_warning(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    capsys: pytest.CaptureFixture[str], logged: Logged
 ) -> None:
     tokenized = ["a b c d ."] * 200
     assert metrics.bleu(tokenized, tokenized, "en") == pytest.approx(100.0)
     assert capsys.readouterr() == ("", "")
-    assert caplog.text == ""
+    assert logged.messages == []
 
 
 def test_an_unknown_tokenizer_is_refused_and_the_known_ones_are_listed() -> None:

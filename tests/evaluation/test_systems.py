@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Cli
+from conftest import Cli, Logged
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tasks import copy_task, write, write_config
@@ -435,7 +435,7 @@ def test_eval_splits_long_lines_and_warns_as_translate_does(
     trained: RunDir,
     changed: Changed,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
 ) -> None:
     run = changed("short", origin=trained, data__max_tokens=5)
     translated = cli("translate", run.path, stdin="\n".join(SOURCES).encode())
@@ -445,7 +445,7 @@ def test_eval_splits_long_lines_and_warns_as_translate_does(
     said = [
         f"mtrain: held_out: {line.removeprefix('mtrain: ')}" for line in translated.err.splitlines()
     ]
-    assert [f"mtrain: {message}" for message in caplog.messages] == said
+    assert [f"mtrain: {message}" for message in logged.messages] == said
     path = write(tmp_path / "same.txt", translated.lines)
     outcome = cli("eval", run.path, "--compare", path, "--metrics", "bleu", "--json", "--details")
     assert outcome.code == 0

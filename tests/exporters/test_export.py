@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 import yaml
 from builders import SRC_LINES, model_config, transformer
-from conftest import Cli
+from conftest import Cli, Logged
 from exporting import (
     EXACT,
     EXPORTERS,
@@ -458,7 +459,7 @@ def test_odd_text_is_encoded_and_decoded_as_by_mtrain(
 def test_a_caller_can_override_the_limit_of_output_length_in_transformers(
     exported: dict[str, Exported],
     capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
 ) -> None:
     need("huggingface")
     import transformers
@@ -475,7 +476,7 @@ def test_a_caller_can_override_the_limit_of_output_length_in_transformers(
         longest = copy.model.generate(**batch)
     finally:
         transformers.utils.logging.disable_propagation()
-    said = caplog.text + capfd.readouterr().err
+    said = "".join(logged.messages) + capfd.readouterr().err
     assert "max_new_tokens" not in said and "max_length" not in said, said
     assert cut.shape == (1, 3)
     assert longest.shape[1] - 1 == copy.model.generation_config.max_new_tokens
@@ -775,7 +776,14 @@ def test_a_library_whose_wheel_has_another_name_is_exported_to(
     metadata = tmp_path / "ctranslate2_gpu-9.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: ctranslate2-gpu\nVersion: 9.0\n")
-    wheels = {"ctranslate2": ["ctranslate2-gpu"]}
+    version, wheels = importlib.metadata.version, {"ctranslate2": ["ctranslate2-gpu"]}
+
+    def of_wheel(name: str) -> str:
+        if name == "ctranslate2":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("importlib.metadata.version", of_wheel)
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: wheels)
     monkeypatch.syspath_prepend(tmp_path)
     export_request = ExportRequest("ctranslate2", num_lines=2, has_scores=False)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from conftest import Logged
 from torch import Tensor
 
 from mtrain.runtime import threads
@@ -172,7 +173,7 @@ def test_a_thread_that_starts_meanwhile_does_not_take_over_one_core(num_threads:
 
 
 def test_map_on_cores_raises_the_error_of_a_thread_that_cannot_start(
-    num_threads: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    num_threads: None, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     start, started, get_num_threads = threading.Thread.start, [], torch.get_num_threads
 
@@ -197,7 +198,7 @@ def test_map_on_cores_raises_the_error_of_a_thread_that_cannot_start(
     later.start()
     later.join()
     assert (torch.get_num_threads(), counts) == (3, [3])
-    assert caplog.records == []
+    assert logged.records == []
 
 
 def test_an_interrupt_while_the_threads_of_map_on_cores_start_cancels_the_tasks(
