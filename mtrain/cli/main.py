@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, NoReturn
 
 import typer
@@ -36,12 +36,6 @@ from mtrain.runtime.process_group import read_torchrun_env
 from mtrain.runtime.process_settings import own_process
 from mtrain.runtime.signals import STOPPING, unwind_when_stopped
 
-app = typer.Typer(
-    help="Train a translator from parallel text, and measure it.",
-    invoke_without_command=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
 _SHARED = {"train", "translate", "eval", "augment"}  # verbs that several processes may share
 _GOING_ON = {"train", "tokenize", "demo", "augment"}  # verbs that resume if run again
 _PATH_ERRORS = (  # of a path that cannot be used; with any other errno, an OSError is a bug
@@ -75,12 +69,12 @@ def _run() -> NoReturn:
     A mistake in its options is a user's error, and so is an OSError that names a path which is
     missing or cannot be used. Any other OSError is a bug.
     """
+    named = [name for name in sys.argv[1:2] if name in VERBS]
     try:
         # the same name however it is started: shell completion depends on it
-        sys.exit(app(prog_name="mtrain", standalone_mode=False))
+        sys.exit(command_line(named or VERBS)(prog_name="mtrain", standalone_mode=False))
     except _UsageError as error:
         context = getattr(error, "ctx", None)
-        named = [name for name in sys.argv[1:2] if name in VERBS]
         verb = context.command_path if context else " ".join(["mtrain", *named])
         message = _what_is_wrong(error)
         see = " See" if message.endswith("?") else "; see"
@@ -125,7 +119,6 @@ def _show_version(is_asked: bool) -> None:
     raise typer.Exit
 
 
-@app.callback()
 def _options(
     context: typer.Context,
     version: Annotated[
@@ -163,5 +156,17 @@ VERBS: dict[str, Callable[..., None]] = {
     "distill": distill,
     "serve": serve,
 }
-for _name, _verb in VERBS.items():
-    app.command(_name)(_verb)
+
+
+def command_line(names: Iterable[str]) -> typer.Typer:
+    """Return the command line with these of the verbs, each of which takes milliseconds."""
+    app = typer.Typer(
+        help="Train a translator from parallel text, and measure it.",
+        invoke_without_command=True,
+        callback=_options,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for name in names:
+        app.command(name)(VERBS[name])
+    return app

@@ -11,7 +11,7 @@ from types import NoneType
 
 from typer.models import ArgumentInfo
 
-from mtrain.cli.main import VERBS, app
+from mtrain.cli.main import VERBS, command_line
 
 TABLE = Path(__file__).with_name("command_line.txt")
 
@@ -46,8 +46,9 @@ def described(parameter: inspect.Parameter, annotation: object) -> str:
 
 
 def table() -> Iterator[str]:
-    assert app.registered_callback
-    verbs = {"mtrain": app.registered_callback.callback}
+    of_all = command_line(VERBS).info.callback
+    assert of_all
+    verbs = {"mtrain": of_all}
     verbs |= {f"mtrain {verb}": function for verb, function in VERBS.items()}
     for verb, function in verbs.items():
         yield f"{verb}\n"

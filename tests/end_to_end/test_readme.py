@@ -14,7 +14,7 @@ import typer
 from conftest import Cli
 from tasks import REPOSITORY, write
 
-from mtrain.cli.main import app
+from mtrain.cli.main import command_line
 from mtrain.config import config_file
 from mtrain.demo import demo
 from mtrain.exporters.registry import exporters
@@ -95,7 +95,7 @@ def test_the_readme_shows_commands() -> None:
 @pytest.mark.parametrize("command", of_mtrain(), ids=shown)
 def test_a_command_of_the_readme_parses(command: Command) -> None:
     verb, *arguments = command.words
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(command_line([verb]))
     group.commands[verb].make_context(verb, list(arguments))  # type: ignore[attr-defined]
 
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from tasks import REPOSITORY
 
-from mtrain.cli.main import app
+from mtrain.cli.main import command_line
 
 UNIT = REPOSITORY / "deploy" / "mtrain.service"
 CONTAINER = (REPOSITORY / "deploy" / "Containerfile").read_text("utf-8")
@@ -22,7 +22,7 @@ CONTAINER = (REPOSITORY / "deploy" / "Containerfile").read_text("utf-8")
 def parsed(words: list[str]) -> dict[str, object]:
     program, verb, *arguments = words
     assert Path(program).name == "mtrain"
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(command_line([verb]))
     return group.commands[verb].make_context(verb, arguments).params  # type: ignore[attr-defined]
 
 
