@@ -67,8 +67,11 @@ class OwnCall:
 
 def version_of(package: str) -> str:
     """Return the version of the wheel that has a package, which may have another name."""
-    wheel, *_ = importlib.metadata.packages_distributions().get(package, [package])
-    return importlib.metadata.version(wheel)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # search the file lists of all wheels
+        wheel, *_ = importlib.metadata.packages_distributions().get(package, [package])
+        return importlib.metadata.version(wheel)
 
 
 class ExportedModel(Protocol):
