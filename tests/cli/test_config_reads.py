@@ -54,6 +54,7 @@ def test_each_command_reads_the_config_of_a_run_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     reads: list[str],
+    few_trials: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run, other = tmp_path / "run", tmp_path / "other"

@@ -28,6 +28,8 @@ from mtrain.evaluation.evaluation import EvaluationPlan
 from mtrain.evaluation.metrics import Scorer, ScoringOptions
 from mtrain.run.run_dir import RunDir
 
+pytestmark = pytest.mark.usefixtures("few_trials")
+
 SOURCES = [pair.src for pair in copy_task(40, 3)]
 AS_TEST = metrics.TestSet(SOURCES, [SOURCES])
 GREEDY = ["--beam", "1", "--metrics", "bleu"]
@@ -114,10 +116,10 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     assert re.fullmatch(r"held_out  BLEU +difference   p \(bs\)   p \(ar\)", lines[0])
     assert lines[1].endswith(f"  {names[0]}")
     assert by_noise["difference"] <= -10
-    difference = re.escape(f"{by_noise['difference']:.2f}")
-    assert re.fullmatch(
-        rf"  (0\.00|0\.\d\d \(μ = \S+ ± \S+\)) +{difference}  0\.0010\*  0\.0001\*  .*", lines[2]
+    row = re.escape(
+        f"{by_noise['difference']:.2f}  0.0010*  {1 / (significance.NUM_TRIALS + 1):.4f}*"
     )
+    assert re.fullmatch(rf"  (0\.00|0\.\d\d \(μ = \S+ ± \S+\)) +{row}  .*", lines[2])
     assert lines[2].endswith(f"  {names[1]}")
     assert re.fullmatch(r"  \S+ \(μ = \S+ ± \S+\) +-\d\.\d\d  0\.\d{4}.  0\.\d{4}.  .*", lines[3])
     assert lines[4:6] == [
