@@ -235,7 +235,6 @@ def test_each_instruction_set_passes_the_tests_of_the_operations(name):
     files = sorted(str(path) for path in Path(__file__).parent.glob("test_*.py"))
     others = [path for path in files if Path(path).stem not in NOT_RUN]
     command = ["pytest", "-qq", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-p", "no:logging"]  # it visits all loggers of PyTorch six times for each test
     left_out = ("plain", "never_holds", "memory_runs_out", "gradcheck")
     command += ["-k", " and ".join(f"not {word}" for word in left_out), *others]
     environment = os.environ | {"MTRAIN_NATIVE": name}
