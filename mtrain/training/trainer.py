@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -25,6 +24,7 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluation.metrics import bleu, noise_bleu, tokenizer_note
+from mtrain.io.atomic import sweep, temporary_path
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
 from mtrain.ops import native
@@ -90,7 +90,6 @@ def train(
         Stopped: on SIGINT, SIGTERM or SIGHUP, after saving.
     """
     device.keep_freed_memory()
-    _check_shared(run, process_group)
     if process_group.is_first:
         check_unfinished(run)
     lock = run.locked() if process_group.is_first else nullcontext()
@@ -99,6 +98,7 @@ def train(
     elif log is None:
         log = RunLog(run.metrics_path)
     with lock, log:
+        _check_shared(run, process_group)
         trainer = Trainer(config, run, log, process_group)
         if not trainer.resume():
             return False
@@ -563,13 +563,19 @@ class Trainer:
 
 
 def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
-    """Check that all ranks see the same run folder."""
-    config = run.config.model_dump() if run.config_path.is_file() else None
-    local = [config, prepare.read_marks(run)]
-    messages = process_group.all_gather_bytes(json.dumps(local).encode())
-    for rank, message in enumerate(messages):
-        if message != messages[0]:
-            raise RunError(
-                f"{run.path}: must be on a disk that all ranks see, but is another folder to rank "
-                f"{rank}, or none."
-            )
+    """Check that a new file in rank 0's run folder is seen by all ranks: none has a copy of it."""
+    if process_group.size == 1:
+        return
+    path = run.path / "seen"
+    if process_group.is_first:
+        sweep(path)
+    with temporary_path(path) if process_group.is_first else nullcontext(path) as beside:
+        if process_group.is_first:
+            beside.touch()
+        name = process_group.broadcast_bytes(beside.name.encode()).decode()
+        is_seen = process_group.all_gather_bytes(b"yes" * (run.path / name).exists())
+    if not all(is_seen):
+        raise RunError(
+            f"{run.path}: must be on a disk that all ranks see, but is another folder to rank "
+            f"{is_seen.index(b'')}, or none."
+        )

@@ -312,15 +312,17 @@ def test_an_error_on_one_rank_ends_all_ranks_with_one_message_that_names_it(
     assert ended.said == [f"mtrain: rank {rank}: the moon must be full, but is not."]
 
 
-@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("kind", ["none", "old", "copy"])
 def test_a_run_folder_that_not_all_ranks_see_is_reported_once(
-    source: Path, tmp_path: Path, ranks: Ranks, is_old: bool
+    source: Path, tmp_path: Path, ranks: Ranks, kind: str
 ) -> None:
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-    if is_old:  # the second rank sees a run folder that the first does not see
+    if kind != "none":  # the second rank sees a run folder that the first does not see
         train(source, "training.max_steps=2", run=str(tmp_path / "1" / "run"))
         (tmp_path / "1" / "run" / "model.safetensors").unlink()
+    if kind == "copy":
+        shutil.copytree(tmp_path / "1" / "run", tmp_path / "0" / "run")
     own = ["train", str(source), "--run", "run"]
     ended = ranks.ended(ranks.start(2, apart, own, tmp_path), patience_s=40)
     assert ended.codes == [2, 2], ended.err
@@ -328,6 +330,7 @@ def test_a_run_folder_that_not_all_ranks_see_is_reported_once(
         "mtrain: rank 0: run: must be on a disk that all ranks see, but is another folder to rank "
         "1, or none."
     ]
+    assert not list(tmp_path.glob("*/run/.*.tmp"))
 
 
 def test_an_unexpected_exception_keeps_its_traceback_and_names_the_rank(
