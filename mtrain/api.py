@@ -6,6 +6,7 @@ results. Heavy packages, such as torch, are imported when something is trained o
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -17,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
+from mtrain import __version__
 from mtrain.augmentation.options import AugmentOptions, Student, mode_of
 from mtrain.config import config_file
 from mtrain.config.corpora import expand_home
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, format_value
 from mtrain.errors import ConfigError, DataError, require_package
 from mtrain.exporters.registry import Library, Quantization
 from mtrain.io.lines import Advance, ignore
@@ -309,6 +311,7 @@ def train_together(
     from mtrain.training import checkpoint_manager, trainer
     from mtrain.training.compilation import device_of
 
+    _check_same_config(config, process_group)
     run_dir, log = RunDir(Path(config.run_dir)), None
     device_of(config, process_group)  # reports an unusable device before tokenizing
     if tensorboard:
@@ -327,6 +330,26 @@ def train_together(
         for line in _before_and_after(run_dir, config.training.device):
             PythonLog().say(line)
     return run_dir.path
+
+
+def _check_same_config(config: Config, process_group: ProcessGroup) -> None:
+    """Check that all ranks have the same mtrain and config, but for the path of the run folder.
+
+    Raises:
+        ConfigError: if not; it names what differs.
+    """
+    tree = config.model_copy(update={"run_dir": "-"}).model_dump_json()
+    messages = process_group.all_gather_bytes(json.dumps([__version__, tree]).encode())
+    (version, first), *others = map(json.loads, messages)
+    for rank, (other_version, other) in enumerate(others, 1):
+        differing = {"mtrain": [version, other_version]}
+        if version == other_version:
+            differing = config_file.changes(*map(Config.model_validate_json, (first, other)))
+        for key, (here, there) in differing.items():
+            raise ConfigError(
+                f"`{key}` must be the same on all ranks, but is {format_value(here)} on rank 0 "
+                f"and {format_value(there)} on rank {rank}."
+            )
 
 
 def _before_and_after(run: RunDir, device: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ import torch
 from fork_server import fork_server
 from safetensors.torch import save_file
 
+from mtrain import api
 from mtrain.cli import ranks as cli_ranks
 from mtrain.cli.main import main
 from mtrain.config import config_file
@@ -128,6 +129,15 @@ def command_line(arguments: list[str]) -> None:
     """Do what `mtrain ARGUMENTS` does."""
     sys.argv = ["mtrain", *arguments]
     main()
+
+
+def differing(arguments: list[str], of_last_rank: list[str], version: str | None = None) -> None:
+    """Do what the command line does; the last rank has more arguments, or another mtrain."""
+    place = read_torchrun_env()
+    is_last = place is not None and place.rank == place.size - 1
+    if is_last and version is not None:
+        api.__version__ = version
+    command_line(arguments + of_last_rank * is_last)
 
 
 def with_few_trials(arguments: list[str]) -> None:

@@ -18,6 +18,7 @@ from ranks import (
     Ranks,
     apart,
     command_line,
+    differing,
     failing,
     gradients,
     measured,
@@ -31,6 +32,7 @@ from run_folders import step_lines, timeless, weights
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 
+from mtrain import __version__
 from mtrain.config import config_file
 from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
 from mtrain.data.loader import TrainingData
@@ -331,6 +333,38 @@ def test_a_run_folder_that_not_all_ranks_see_is_reported_once(
         "1, or none."
     ]
     assert not list(tmp_path.glob("*/run/.*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "version", "message"),
+    [
+        (
+            ["training.lr=0.5"],
+            None,
+            "`training.lr` must be the same on all ranks, but is 0.01 on rank 0 and 0.5 on rank 2",
+        ),
+        (
+            [],
+            "9.0",
+            f"`mtrain` must be the same on all ranks, but is {__version__!r} on rank 0 and '9.0' "
+            "on rank 2",
+        ),
+    ],
+    ids=["config", "version"],
+)
+def test_ranks_with_another_config_or_mtrain_are_refused_before_anything_is_written(
+    source: Path,
+    tmp_path: Path,
+    ranks: Ranks,
+    settings: list[str],
+    version: str | None,
+    message: str,
+) -> None:
+    command = ["train", str(source), "--run", str(tmp_path / "run")]
+    ended = ranks(3, differing, command, options(*settings), version)
+    assert ended.codes == [2, 2, 2], ended.err
+    assert ended.said == [f"mtrain: rank 0: {message}."]
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unexpected_exception_keeps_its_traceback_and_names_the_rank(
