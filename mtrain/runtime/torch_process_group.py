@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -24,6 +26,7 @@ from mtrain.runtime.process_group import ProcessGroup, TorchrunEnv
 # vanishes without closing any.
 _TIMEOUT = timedelta(minutes=10)
 _NO_TIMEOUT = timedelta(days=30)  # for waits while one rank works
+_STORE_TIMEOUT_S = 10.0  # the machine of the store may be the lost one
 _HEAD_START_S = 0.5  # of rank 0, which reports an error that all ranks have
 _LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
 
@@ -109,15 +112,26 @@ class TorchProcessGroup(ProcessGroup):
         dist.barrier(group=self._untimed_group)
 
     def claim_error_report(self) -> bool:
-        """Return True for the first rank that reports an error, False for every later one."""
-        try:
-            if self._store.add("said", 0):  # first, because the store's host may exit
-                return False
-            if not self.is_first:
-                time.sleep(_HEAD_START_S)
-            return int(self._store.add("said", 1)) == 1
-        except RuntimeError:  # the process that hosted the store is gone
-            return True
+        """Return True for the first rank that reports an error, False for every later one.
+
+        True also if the store does not answer: `add` has no timeout of its own.
+        """
+        is_later = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the process that hosted the store is gone
+                if self._store.add("said", 0):  # first, because the store's host may exit
+                    is_later.set()
+                    return
+                if not self.is_first:
+                    time.sleep(_HEAD_START_S)
+                if int(self._store.add("said", 1)) > 1:
+                    is_later.set()
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_STORE_TIMEOUT_S)
+        return not is_later.is_set()
 
     def close(self) -> None:
         """Wait for all ranks, leave the group, and end its threads.

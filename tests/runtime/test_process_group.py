@@ -1,11 +1,15 @@
 """Join and close the process group of torchrun."""
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from fork_server import needs_fork_server
 from ranks import Ranks, ranks
+from torch.distributed import TCPStore
 
 from mtrain.runtime import torch_process_group
 from mtrain.runtime.process_group import read_torchrun_env
@@ -39,3 +43,28 @@ def test_closing_a_process_group_ends_its_threads(ranks: Ranks) -> None:
     for line in ended.out:
         before, after = map(int, line.split())
         assert (before > 0, after) == (True, 0)
+
+
+def claim_from_a_stopped_host() -> None:
+    """Claim an error report from a store that is hosted by the other rank, which has stopped."""
+    launch = read_torchrun_env()
+    assert launch is not None
+    torch_process_group._STORE_TIMEOUT_S = 0.2
+    group = torch_process_group.join(launch)
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, pid = (int(group.broadcast_float(number)) for number in (host.port, os.getpid()))
+    if not group.is_first:
+        group._store = TCPStore("127.0.0.1", port)
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        print(group.claim_error_report(), time.monotonic() - started < 10)
+        os.kill(pid, signal.SIGCONT)
+        sys.stdout.flush()
+    group.close()
+
+
+@needs_fork_server
+def test_an_error_is_reported_soon_although_the_machine_of_the_store_is_lost(ranks: Ranks) -> None:
+    ended = ranks.ended(ranks.start(2, claim_from_a_stopped_host), patience_s=15)
+    assert ended.codes == [0, 0], ended.err
+    assert ended.out == ["", "True True\n"]
