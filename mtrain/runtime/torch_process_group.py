@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import sys
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,8 @@ from mtrain.runtime.process_group import ProcessGroup, TorchrunEnv
 # A rank that dies is noticed at once, when its connections close; this is for a machine that
 # vanishes without closing any.
 _TIMEOUT = timedelta(minutes=10)
-_NO_TIMEOUT = timedelta(days=30)  # for waits while one rank works
+_NO_TIMEOUT = timedelta(days=30)  # for waits while one rank works; keepalive finds a lost machine
+_KEEPALIVE_PROBES = 9  # that may be lost, of 10 in `_TIMEOUT`
 _STORE_TIMEOUT_S = 10.0  # the machine of the store may be the lost one
 _HEAD_START_S = 0.5  # of rank 0, which reports an error that all ranks have
 _LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
@@ -38,6 +42,7 @@ class TorchProcessGroup(ProcessGroup):
         self.rank, self.size, self._local_rank = launch.rank, launch.size, launch.local_rank
         self._store = store
         self._untimed_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        _keep_alive()
 
     def device_name(self, name: str, key: str = "device") -> str:
         """Return the name of this rank's device; for `auto` and `cuda`, a GPU of its own.
@@ -148,6 +153,21 @@ def _as_tensor(message: bytes, length: int) -> Tensor:
     """Return bytes as a uint8 tensor, zero-padded or cut to `length`."""
     padded = bytearray(message.ljust(max(length, 1), b"\0"))  # `frombuffer` takes no empty buffer
     return torch.frombuffer(padded, dtype=torch.uint8)[:length]
+
+
+def _keep_alive() -> None:
+    """Turn on TCP keepalive for all connections, which gloo leaves off; on Linux only."""
+    seconds = int(_TIMEOUT.total_seconds()) // (_KEEPALIVE_PROBES + 1)
+    for path in Path("/proc/self/fd").glob("*") if sys.platform == "linux" else ():
+        with suppress(OSError):  # it is no connection
+            connection = socket.socket(fileno=int(path.name))
+            try:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+            finally:
+                connection.detach()
 
 
 def join(launch: TorchrunEnv) -> TorchProcessGroup:

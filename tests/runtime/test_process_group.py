@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,45 @@ def test_closing_a_process_group_ends_its_threads(ranks: Ranks) -> None:
     for line in ended.out:
         before, after = map(int, line.split())
         assert (before > 0, after) == (True, 0)
+
+
+def connections() -> list[socket.socket]:
+    """Return this process's TCP connections."""
+    found = []
+    for path in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):
+            found.append(socket.socket(fileno=int(path.name)))
+    return [own for own in found if own.family != socket.AF_UNIX]
+
+
+def print_keepalive() -> None:
+    launch = read_torchrun_env()
+    assert launch is not None
+    group = torch_process_group.join(launch)
+    for connection in connections():
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1:  # established
+            is_on = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, interval, count = (
+                connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            print(is_on, idle + interval * count)
+        connection.detach()
+    group.close()
+    sys.stdout.flush()
+
+
+@needs_fork_server
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_connections_of_a_process_group_are_probed_so_that_a_lost_machine_is_noticed(
+    ranks: Ranks,
+) -> None:
+    ended = ranks(2, print_keepalive)
+    assert ended.codes == [0, 0], ended.err
+    for out in ended.out:
+        lines = out.splitlines()
+        assert len(lines) >= 3  # the store and both groups
+        assert set(lines) == {"1 600"}
 
 
 def claim_from_a_stopped_host() -> None:
