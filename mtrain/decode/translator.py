@@ -30,12 +30,13 @@ from mtrain.decode.shared_search import (
     SharedSearch,
 )
 from mtrain.errors import ConfigError, RunError
+from mtrain.io.atomic import sha256
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops.beam_search import SearchSteps
 from mtrain.ops.packed_weights import Ints, PackedRows
 from mtrain.ops.topk import Logits
-from mtrain.run.load_model import LoadOptions, load_model
+from mtrain.run.load_model import LoadOptions, load_model, weights_path
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick_device
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
@@ -489,6 +490,7 @@ def load(
         for run, config, tokenizer in zip(folders, configs, tokenizers, strict=True)
     ]
     options = options or DecodingOptions.from_config(configs[0])
+    _check_same_on_ranks(folders, options, loading)
     translator = Translator(
         models, tokenizers[0], options, device, src_vocabularies, loading.process_group
     )
@@ -505,3 +507,24 @@ def load(
         translator.reverse = load(loading.reverse, None, replace(loading, step=None, reverse=None))
         translator = translator.with_options(options)  # of the reverse model, too
     return translator
+
+
+def _check_same_on_ranks(
+    folders: Sequence[RunDir], options: DecodingOptions, loading: LoadOptions
+) -> None:
+    """Raise RunError unless all ranks translate alike: a rank may have copies of the folders."""
+    if loading.process_group.size == 1:
+        return
+    own = {
+        "decoding options": f"{options} {loading.products}",
+        "models": [
+            [str(run.config.model), sha256(weights_path(run, loading.step))] for run in folders
+        ],
+    }
+    first, *others = loading.process_group.all_gather_bytes(json.dumps(own).encode())
+    for rank, other in enumerate(others, 1):
+        for what, value in json.loads(first).items():
+            if json.loads(other)[what] != value:
+                raise RunError(
+                    f"the {what} must be the same on all ranks, but rank {rank} has others."
+                )

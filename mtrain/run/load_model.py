@@ -68,7 +68,7 @@ def load_model(
     """
     if loading.precision == "int8" and device.type != "cpu":
         raise ConfigError(f"`precision` int8 must be on a CPU, but the device is {device} instead.")
-    path = _weights_path(run, loading.step)
+    path = weights_path(run, loading.step)
     weights = checkpoint.load_model(path, vocabulary.fingerprint())
     num_stored = sum(tensor.numel() for tensor in weights.values())
     num_needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
@@ -109,10 +109,15 @@ def check_weights(run: RunDir, step: int | None) -> None:
         RunError: if not.
     """
     tokenizer = sentencepiece.load(run.tokenizer_dir)
-    checkpoint.check_header(_weights_path(run, step), tokenizer.fingerprint())
+    checkpoint.check_header(weights_path(run, step), tokenizer.fingerprint())
 
 
-def _weights_path(run: RunDir, step: int | None) -> Path:
+def weights_path(run: RunDir, step: int | None) -> Path:
+    """Return the path of a run's final weights, or of those of a checkpoint.
+
+    Raises:
+        RunError: if there are none.
+    """
     if step is None:
         if not run.model_path.is_file() and (saved := checkpoint.steps(run.checkpoints_dir)):
             raise RunError(

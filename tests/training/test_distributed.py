@@ -542,6 +542,23 @@ def test_evaluation_output_equals_that_of_one_process(
         assert ended.err == [alone.err, "", ""]
 
 
+def test_ranks_that_translate_with_other_options_or_another_model_are_refused(
+    trained: RunDir, noisy: RunDir, text: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    ended = ranks(2, differing, ["translate", str(trained.path), str(text)], ["--beam", "1"])
+    assert ended.codes == [2, 2], ended.err
+    assert ended.said == [
+        "mtrain: rank 0: the decoding options must be the same on all ranks, but rank 1 has others."
+    ]
+    for rank, run in enumerate((trained, noisy)):
+        shutil.copytree(run.path, tmp_path / str(rank) / "run")
+    ended = ranks(2, apart, ["eval", "run"], tmp_path)
+    assert ended.codes == [2, 2], ended.err
+    assert ended.said == [
+        "mtrain: rank 0: the models must be the same on all ranks, but rank 1 has others."
+    ]
+
+
 def test_a_too_long_line_with_on_long_error_ends_all_ranks_with_one_message(
     trained: RunDir, text: Path, ranks: Ranks
 ) -> None:
