@@ -137,7 +137,8 @@ def _options(
         raise typer.Exit(2)
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
-    if launch is None:  # a rank may block in C, where no handler runs
+    # other ranks may block in C, where no handler runs; when they end, rank 0 blocks no longer
+    if launch is None or launch.rank == 0:
         unwind_when_stopped(STOPPING[:1] if verb in _GOING_ON else STOPPING)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -516,6 +518,28 @@ def test_all_ranks_of_a_translation_end_where_stdout_is_closed(
     arguments = ["translate", str(trained.path), str(text), *options]
     ended = ranks.ended(ranks.start(2, with_closed_stdout, arguments), patience_s=30)
     assert ended.codes == [0, 0], ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_translation_that_a_signal_stops_leaves_no_temporary_file(
+    trained: RunDir, tmp_path: Path, ranks: Ranks, number: int
+) -> None:
+    slow, out = tmp_path / "slow", tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(slow)
+    arguments = ["translate", str(trained.path), str(slow), "-o", str(out / "lines")]
+    processes = ranks.start(2, command_line, arguments)
+    with slow.open("wb"):  # once it is read
+        while not list(out.iterdir()):
+            time.sleep(0.01)
+        for _ in range(2):  # torchrun forwards the Ctrl-C that the terminal sends to all ranks
+            for process in processes:
+                assert process.pid is not None
+                os.kill(process.pid, number)
+        ended = ranks.ended(processes, patience_s=30)
+    assert ended.codes[0] == 128 + number, ended.err
+    assert not list(out.iterdir())
+    assert "Traceback" not in "".join(ended.err)
 
 
 @contextlib.contextmanager
