@@ -110,7 +110,7 @@ def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
     try:
         yield process_group
         process_group.close()
-    except (UserError, OSError, RuntimeError) as error:
+    except Exception as error:
         if not process_group.claim_error_report():
             sys.exit(2)  # silently: another rank has reported an error
         if torch_process_group.is_lost(error):
@@ -118,7 +118,7 @@ def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
                 "another rank ended without an error message: it was killed, or its machine is "
                 f"gone; {advice}"
             ) from None
-        if isinstance(error, RuntimeError):
+        if not isinstance(error, UserError | OSError):
             print(
                 f"mtrain: {_rank_prefix()}has failed, and all ranks end; where it failed:",
                 file=sys.stderr,

@@ -369,14 +369,15 @@ def test_ranks_with_another_config_or_mtrain_are_refused_before_anything_is_writ
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("expected scalar type Float"), KeyError("moon")])
 def test_an_unexpected_exception_keeps_its_traceback_and_names_the_rank(
-    source: Path, tmp_path: Path, ranks: Ranks
+    source: Path, tmp_path: Path, ranks: Ranks, error: Exception
 ) -> None:
     command = ["train", str(source), "--run", str(tmp_path / "run")]
-    ended = ranks(2, failing, command, 1, RuntimeError("expected scalar type Float"))
+    ended = ranks(2, failing, command, 1, error)
     assert ended.codes == [2, 1]
     assert ended.said == ["mtrain: rank 1: has failed, and all ranks end; where it failed:"]
-    assert ended.err[1].splitlines()[-1] == "RuntimeError: expected scalar type Float"
+    assert ended.err[1].splitlines()[-1] == f"{type(error).__name__}: {error}"
     assert "Traceback" not in ended.err[0]
 
 
