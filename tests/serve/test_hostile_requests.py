@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+from conftest import Logged
 from hostile import cases, tried
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -176,7 +177,7 @@ def test_a_length_with_thousands_of_leading_zeros_is_read(client: Client) -> Non
 def test_connections_that_cannot_be_accepted_are_logged_in_one_line(
     pair_models: list[mtrain.Model],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
 ) -> None:
     def refuse(listening: socket.socket) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -184,11 +185,11 @@ def test_connections_that_cannot_be_accepted_are_logged_in_one_line(
     with running(pair_models) as client:
         monkeypatch.setattr(socket.socket, "accept", refuse)
         with socket.create_connection((client.host, client.port)):
-            wait_until(lambda: bool(caplog.records))
+            wait_until(lambda: bool(logged.records))
         monkeypatch.undo()
         assert client.get("/health").status == 200
     warned = [
-        (record.name, record.getMessage()) for record in caplog.records if record.levelno > 20
+        (record.name, record.getMessage()) for record in logged.records if record.levelno > 20
     ]
     assert warned == [("mtrain", "new connections have to wait: Too many open files")]
 
