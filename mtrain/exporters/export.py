@@ -115,7 +115,7 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, warn: Warn) -> CTran
     """
     ctranslate2.check_options(run.config, options)
     _require_library("ctranslate2")
-    directory = run.path / "ctranslate2"
+    directory = run.ctranslate2_dir
     with _alone(directory):
         stored = _read_report(directory)
         if (

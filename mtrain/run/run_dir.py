@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from mtrain.config import config_file
@@ -35,6 +36,7 @@ class RunDir:
         self.check_dir = path / "check"  # the lists of the last `mtrain check`
         self.checkpoints_dir = path / "checkpoints"  # a folder for each one that is kept
         self.model_path = path / "model.safetensors"  # the weights that translate
+        self.ctranslate2_dir = path / "ctranslate2"  # the export that its engine translates with
         self.shortlist_path = path / "shortlist.safetensors"  # likely target tokens
         self.metrics_path = path / "metrics.jsonl"  # a JSON object for each logged step
         self.board_dir = path / "tensorboard"  # event files
@@ -196,13 +198,13 @@ class RunDir:
             )
 
     def check_no_file(self) -> None:
-        """Raise RunError if the path is that of a file, or the folder has a pipe or a device.
+        """Raise RunError if the path is that of a file, or a file of the run is a pipe or a device.
 
         A read of those may never end.
         """
         if self.path.is_file():
             raise RunError(f"{self.path}: must be a run folder, but is a file instead.")
-        for folder, _, names in os.walk(self.path):
-            for path in (Path(folder, name) for name in names):
-                if path.is_fifo() or path.is_char_device():
-                    raise RunError(f"{path}: must be a file, but is a pipe or a device instead.")
+        parts = (self.tokenizer_dir, self.data_dir, self.checkpoints_dir, self.ctranslate2_dir)
+        for path in chain(self.path.glob("*"), *(part.rglob("*") for part in parts)):
+            if path.is_fifo() or path.is_char_device():
+                raise RunError(f"{path}: must be a file, but is a pipe or a device instead.")

@@ -420,6 +420,13 @@ def test_tokenizing_does_not_empty_a_folder_that_a_link_in_the_run_folder_names(
     assert [*tmp_path.iterdir()] == [precious]
 
 
+def test_a_folder_that_is_no_run_is_not_searched_for_pipes(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / "other" / "pipe")
+    with pytest.raises(RunError, match=r"must be a run folder, but has no config\.yaml"):
+        RunDir(tmp_path).check_exists()
+
+
 def test_pruning_checkpoints_does_not_follow_links_out_of_the_run_folder(
     cli: Cli, noisy: RunDir
 ) -> None:
