@@ -521,10 +521,11 @@ def _check_same_on_ranks(
             [str(run.config.model), sha256(weights_path(run, loading.step))] for run in folders
         ],
     }
-    first, *others = loading.process_group.all_gather_bytes(json.dumps(own).encode())
+    messages = loading.process_group.all_gather_bytes(json.dumps(own).encode())
+    first, *others = map(json.loads, messages)
     for rank, other in enumerate(others, 1):
-        for what, value in json.loads(first).items():
-            if json.loads(other)[what] != value:
+        for what, value in first.items():
+            if other[what] != value:
                 raise RunError(
                     f"the {what} must be the same on all ranks, but rank {rank} has others."
                 )

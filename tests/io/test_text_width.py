@@ -251,10 +251,8 @@ def test_combining_marks_take_no_columns() -> None:
 def test_a_terminal_gets_escapes_for_control_characters_of_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name, shown = (
-        "a\x1b]0;b\x07\x9b2J\u2028\u202ec\n\u2066\udcff",
-        ("a\\x1b]0;b\\x07\\x9b2J\\u2028\\u202ec\\n\\u2066\\udcff"),
-    )
+    name = "a\x1b]0;b\x07\x9b2J\u2028\u202ec\n\u2066\udcff"
+    shown = "a\\x1b]0;b\\x07\\x9b2J\\u2028\\u202ec\\n\\u2066\\udcff"
     assert str(ConfigError(name)) == shown
     Stderr().say(name)
     assert capsys.readouterr().err == f"{shown}\n"
