@@ -159,7 +159,7 @@ def parse_request(
     for path in [str(config_path), *new_paths]:
         if Path(path).exists():
             raise ConfigError(f"{path}: already exists; choose another with -o, or delete it.")
-    RunDir(Path(run_dir)).check_no_file()
+    RunDir(Path(run_dir)).check_files()
     if RunDir(Path(run_dir)).config_path.exists():
         raise ConfigError(f"{run_dir}: already holds a run; choose another with --run.")
     check_writable(config_path)

@@ -578,7 +578,7 @@ def check_same_data(config: Config, run: RunDir) -> None:
 
     Also if it was tokenized, but its config is missing, or if it is a file.
     """
-    run.check_no_file()
+    run.check_files()
     if not run.config_path.is_file():
         if is_prepared(run):
             raise RunError(

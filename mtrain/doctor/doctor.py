@@ -62,7 +62,7 @@ def examine(run: RunDir, console: Console, wants_replay: bool = True) -> Iterato
     parts = (run.config_path, run.tokenizer_dir, run.model_path)
     if not any(path.exists() for path in parts):
         run.check_exists()
-    run.check_no_file()
+    run.check_files()
     with run.locked_if_possible():
         yield from _RunChecker(run, console, wants_replay).results()
 

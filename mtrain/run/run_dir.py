@@ -62,7 +62,7 @@ class RunDir:
         Raises:
             RunError: if another process holds it, it is a link, or the path is that of a file.
         """
-        self.check_no_file()
+        self.check_files()
         path = self._work_dir
         if path.is_symlink():  # it is emptied
             raise RunError(f"{path}: must be a folder, but is a link instead; delete it.")
@@ -185,7 +185,7 @@ class RunDir:
         Raises:
             RunError: if not.
         """
-        self.check_no_file()
+        self.check_files()
         if not self.path.is_dir():
             raise RunError(f"{self.path}: must be a run folder, but does not exist.")
         if not self.config_path.is_file():
@@ -197,7 +197,7 @@ class RunDir:
                 f"{self.path}: must be a run folder, but has no {self.config_path.name}; {advice}."
             )
 
-    def check_no_file(self) -> None:
+    def check_files(self) -> None:
         """Raise RunError if the path is that of a file, or a file of the run is a pipe or a device.
 
         A read of those may never end.
