@@ -93,9 +93,11 @@ static inline void pack_columns(uint32_t *restrict to, const elem *x, int64_t ro
                                   int64_t stride, int64_t columns, int64_t step) {
     for (int64_t r = 0; r < rows; r += K_GROUP, to += step) {
         const elem *upper = x + r * stride, *lower = upper + stride;
-        if (K_GROUP == 1)
-            memcpy(to, upper, columns * sizeof *to);
-        else if (r + 1 < rows)
+        if (K_GROUP == 1) { /* memcpy of a variable size is slow for few columns */
+            int64_t c = 0;
+            for (; c + LANES <= columns; c += LANES) memcpy(to + c, upper + c, LANES * sizeof *to);
+            for (; c < columns; c++) memcpy(to + c, upper + c, sizeof *to);
+        } else if (r + 1 < rows)
             for (int64_t c = 0; c < columns; c++) to[c] = (bf16)upper[c] | (uint32_t)lower[c] << 16;
         else
             for (int64_t c = 0; c < columns; c++) to[c] = (bf16)upper[c];
@@ -166,24 +168,30 @@ static INLINE void multiply_tile(const gemm_out *to, int64_t row, int64_t column
 }
 
 /* out [rows, columns] = left times a packed right factor. k-group g of row r of the left factor is at
- * r * row_step + g * group_step. */
+ * r * row_step + g * group_step. ROW_BLOCK rows at a time are multiplied with all tiles, so that they stay in
+ * the second level of the cache. */
 static inline void gemm(gemm_out to, int64_t rows, int64_t columns, const void *left,
                                   int64_t row_step, int64_t group_step, const void *right,
                                   int64_t num_groups) {
-    const uint32_t *tile = right;
-    for (int64_t column = 0; column < columns; column += TILE_COLUMNS, tile += num_groups * TILE_COLUMNS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-            const uint32_t *own = (const uint32_t *)left + row * row_step;
+    for (int64_t first = 0; first < rows; first += ROW_BLOCK) {
+        const uint32_t *tile = right;
+        int64_t end = min_of(first + ROW_BLOCK, rows);
+        for (int64_t column = 0; column < columns; column += TILE_COLUMNS) {
+            for (int64_t row = first; row < end; row += TILE_ROWS) {
+                const uint32_t *own = (const uint32_t *)left + row * row_step;
 #define TILE(n) \
     multiply_tile(&to, row, column, columns, own, row_step, group_step, tile, num_groups, n)
-            switch (min_of(rows - row, TILE_ROWS)) {
-                case 6: TILE(6); break;
-                case 5: TILE(5); break;
-                case 4: TILE(4); break;
-                case 3: TILE(3); break;
-                case 2: TILE(2); break;
-                default: TILE(1);
-            }
+                switch (min_of(end - row, TILE_ROWS)) {
+                    case 6: TILE(6); break;
+                    case 5: TILE(5); break;
+                    case 4: TILE(4); break;
+                    case 3: TILE(3); break;
+                    case 2: TILE(2); break;
+                    default: TILE(1);
+                }
 #undef TILE
+            }
+            tile += num_groups * TILE_COLUMNS;
         }
+    }
 }
