@@ -19,7 +19,7 @@ from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError
 from mtrain.evaluation.evaluation import TestReport, read_tests, report_on
-from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value, tokenizer_note
+from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_score, tokenizer_note
 from mtrain.evaluation.significance import P_LIMIT
 from mtrain.io.table import format_table
 from mtrain.model.transformer import num_parameters
@@ -134,11 +134,11 @@ def as_text(report: DistillReport) -> Iterator[str]:
         for system, result in zip(report.systems, of_test.results, strict=True):
             for score in result.scores:
                 test = comparison_of.get((result.system, score.metric))
-                interval = format_value(score.metric, score.half_width or 0.0)
+                interval = format_score(score.metric, score.half_width or 0.0)
                 rows.append(
                     [
                         *(name, system.name, system.search, score.metric),
-                        *(format_value(score.metric, score.value), f"± {interval}"),
+                        *(format_score(score.metric, score.value), f"± {interval}"),
                         *(test.format_p_values() if test else ["", ""]),
                     ]
                 )

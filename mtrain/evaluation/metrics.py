@@ -91,14 +91,14 @@ class Score:
 
     def format(self) -> str:
         """Return the value, and the interval unless its mean is 0, as sacreBLEU prints them."""
-        text = format_value(self.metric, self.value)
+        text = format_score(self.metric, self.value)
         if not self.mean or self.half_width is None:
             return text
-        mean = format_value(self.metric, self.mean)
-        return f"{text} (μ = {mean} ± {format_value(self.metric, self.half_width)})"
+        mean = format_score(self.metric, self.mean)
+        return f"{text} (μ = {mean} ± {format_score(self.metric, self.half_width)})"
 
 
-def format_value(metric: str, value: float) -> str:
+def format_score(metric: str, value: float) -> str:
     """Format a score: COMET's, which is at most about 1, with more decimals than the others."""
     return f"{value:.{4 if metric == 'COMET' else 2}f}"
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from mtrain.evaluation.breakdown import Breakdown, Example, LineGroup
 from mtrain.evaluation.evaluation import EvaluationPlan, TestReport, TestResult
-from mtrain.evaluation.metrics import format_value
+from mtrain.evaluation.metrics import format_score
 from mtrain.evaluation.significance import P_LIMIT
 from mtrain.io.table import format_table
 from mtrain.io.text_width import visible, wrapped
@@ -60,7 +60,7 @@ def before_and_after_table(reports: Sequence[TestReport]) -> Iterator[str]:
     for report in reports:
         first, second = report.results
         for old, new, test in zip(first.scores, second.scores, report.comparisons, strict=True):
-            values = [format_value(old.metric, score.value) for score in (old, new)]
+            values = [format_score(old.metric, score.value) for score in (old, new)]
             change = [test.format_difference(), *test.format_p_values()]
             num_lines = f"{len(first.lines.src):,}"
             rows.append([first.name, num_lines, old.metric, *values, *change])
@@ -129,7 +129,7 @@ def _metric_table(report: TestReport, index: int) -> Iterator[str]:
         rows.append([f"  {score.format()}", *cells, result.system])
     for summary in report.summary:
         if summary.metric == metric:
-            text = f"  {format_value(metric, summary.mean)} ± {format_value(metric, summary.std)}"
+            text = f"  {format_score(metric, summary.mean)} ± {format_score(metric, summary.std)}"
             rows.append([text, f"mean and standard deviation of {summary.num_runs} runs"])
     yield from format_table(rows, f"<{'>' * len(heads)}<")
     yield f"  {scores[0].signature}"
@@ -160,7 +160,7 @@ def _group_rows(title: str, groups: Sequence[LineGroup], unit: str = "") -> list
             interval += " or more"
         elif group.last > group.first:
             interval += f" to {group.last:,}"
-        scores = [format_value(metric, value) for metric, value in group.scores.items()]
+        scores = [format_score(metric, value) for metric, value in group.scores.items()]
         rows.append([f"    {interval}{unit}", f"{group.num_lines:,}", *scores])
     return rows
 

@@ -14,7 +14,7 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from mtrain.evaluation.comet import NUM_TRIALS, paired_p_values
-from mtrain.evaluation.metrics import Scorer, format_value
+from mtrain.evaluation.metrics import Scorer, format_score
 
 P_LIMIT = 0.05  # differences with a lower p-value are marked
 
@@ -34,7 +34,7 @@ class SystemComparison:
 
     def format_difference(self) -> str:
         """Return the difference with its sign."""
-        text = format_value(self.metric, self.difference)
+        text = format_score(self.metric, self.difference)
         return text if text.startswith("-") else f"+{text}"
 
     def format_p_values(self) -> list[str]:
