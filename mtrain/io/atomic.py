@@ -235,13 +235,18 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         stream.writelines(line + "\n" for line in lines)
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file that is not a link; in the run folder of a stranger, one could name any file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def append(path: Path, data: bytes) -> None:
     """Append bytes to a file, all or none.
 
     Raises:
-        WriteError: if they cannot be written.
+        WriteError: if they cannot be written, or if the path is a link.
     """
-    with _writing(path), path.open("ab", buffering=0) as stream:
+    with _writing(path), open(path, "ab", buffering=0, opener=_open_no_link) as stream:
         size, unwritten = stream.tell(), memoryview(data)
         try:
             while unwritten:

@@ -493,3 +493,10 @@ def test_a_full_device_is_named() -> None:
     with pytest.raises(WriteError) as error:
         atomic.write_lines(Path("/dev/full"), ["x"])
     assert str(error.value) == "/dev/full: cannot be written: No space left on device."
+
+
+def test_the_target_of_a_link_is_not_appended_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    with pytest.raises(WriteError, match=r"link: cannot be written"):
+        atomic.append(tmp_path / "link", b"{}")
+    assert not (tmp_path / "other").exists()
