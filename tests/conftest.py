@@ -63,6 +63,7 @@ settings.load_profile("nightly" if "MTRAIN_FUZZ" in os.environ else "repeatable"
 
 # a shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup likewise
 
 SETTLED = {  # enough for the copy task to be learned almost without fault
     "max_steps": 500,
