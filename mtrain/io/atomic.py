@@ -235,18 +235,15 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         stream.writelines(line + "\n" for line in lines)
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    """Open a file that is not a link; in the run folder of a stranger, one could name any file."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 def append(path: Path, data: bytes) -> None:
     """Append bytes to a file, all or none.
 
     Raises:
         WriteError: if they cannot be written, or if the path is a link.
     """
-    with _writing(path), open(path, "ab", buffering=0, opener=_open_no_link) as stream:
+    if path.is_symlink():  # in the run folder of a stranger, it could name any file
+        raise WriteError(f"{path}: cannot be written: it is a link; delete it.")
+    with _writing(path), path.open("ab", buffering=0) as stream:
         size, unwritten = stream.tell(), memoryview(data)
         try:
             while unwritten:
