@@ -14,16 +14,19 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtrain.errors import ConfigError, LostError
 from mtrain.runtime.process_group import ProcessGroup, TorchrunEnv
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # A rank that dies is noticed at once, when its connections close; this is for a machine that
 # vanishes without closing any.
@@ -99,18 +102,23 @@ class TorchProcessGroup(ProcessGroup):
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return an fsdp tensor gathered whole; every rank must call this."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        sharded = _as_sharded(tensor)
+        return tensor if sharded is None else sharded.full_tensor()
 
     def to_local(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of an fsdp tensor."""
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sharded = _as_sharded(tensor)
+        return tensor if sharded is None else sharded.to_local()
 
     def distribute_like(self, tensor: Tensor, pattern: Tensor) -> Tensor:
         """Return a whole tensor on the device of `pattern`, sharded as `pattern` is."""
-        if not isinstance(pattern, DTensor):
+        sharded = _as_sharded(pattern)
+        if sharded is None:
             return tensor.to(pattern.device)
-        mesh = pattern.device_mesh
-        return distribute_tensor(tensor.to(mesh.device_type), mesh, pattern.placements)
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = sharded.device_mesh
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, sharded.placements)
 
     def barrier(self) -> None:
         """Wait for all ranks, without a timeout."""
@@ -147,6 +155,12 @@ class TorchProcessGroup(ProcessGroup):
         dist.destroy_process_group()
         del self._untimed_group
         gc.collect()  # DDP models that hold a group
+
+
+def _as_sharded(tensor: Tensor) -> DTensor | None:
+    """Return an fsdp tensor, or None for any other; never import their class, which takes 1.3 s."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def _as_tensor(message: bytes, length: int) -> Tensor:
