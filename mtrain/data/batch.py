@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Indices = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -42,7 +43,7 @@ class Batch:
 
     def pinned(self) -> Batch:
         """Return the batch in pinned memory."""
-        return self._each(Tensor.pin_memory)
+        return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         tensors = (self.src_BS, self.src_keep_BS, self.tgt_in_BT, self.tgt_out_BT, self.tgt_keep_BT)
@@ -76,6 +77,9 @@ class Batch:
 
 def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int) -> Batch:
     """Pad encoded pairs into a batch: `src` with eos, `tgt` without bos and eos."""
+    import torch
+    import torch.nn.functional as F
+
     src_lengths, tgt_lengths = [len(ids) for ids in src], [len(ids) + 1 for ids in tgt]
     tokens_BT, rows = pad_right(tgt, pad), torch.arange(len(tgt))
     tgt_out_BT = F.pad(tokens_BT, (0, 1), value=pad)
@@ -92,6 +96,8 @@ def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int
 
 def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
     """Return the rows as one int64 tensor, padded on the right with `pad`."""
+    import torch
+
     lengths = np.array([len(row) for row in rows])
     padded = np.full((len(rows), lengths.max()), pad, dtype=np.int64)
     is_filled = np.arange(padded.shape[1]) < lengths[:, None]
@@ -101,6 +107,8 @@ def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
 
 def keep_first(lengths: Sequence[int]) -> Tensor:
     """Return a bool mask (B, longest length), True at the first `lengths[i]` positions of row i."""
+    import torch
+
     return torch.from_numpy(np.arange(max(lengths)) < np.array(lengths)[:, None])
 
 

@@ -31,7 +31,7 @@ from mtrain.data.batch import Indices, TokenIds
 from mtrain.data.mixture import apportion
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
-from mtrain.runtime.threads import read_ahead
+from mtrain.runtime.prefetch import read_ahead
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 _BLOCK_PAIRS = 1 << 14  # encoded in one call

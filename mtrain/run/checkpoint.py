@@ -3,6 +3,7 @@
 A checkpoint is a folder `step-NNNNNNNN` with model.safetensors, optimizer.safetensors (with the
 random state), progress.json, and checkpoint.json: the format, the SHA-256 of each of the other
 files, and the environment. Older ones are left without optimizer.safetensors. Nothing is pickled.
+Only the functions that read or write tensors import torch.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, uint8
 
 from mtrain.config import config_file
 from mtrain.errors import RunError, WriteError
 from mtrain.io.atomic import remove_dir, sha256, whole_dir, whole_file
 from mtrain.io.text_width import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "1"
 _HEADER = "mtrain"  # the one metadata key of our safetensors files
@@ -34,7 +36,7 @@ _PARTS = ("model.safetensors", _OPTIMIZER, "progress.json")
 _MANIFEST = "checkpoint.json"
 _NUM_RESUMABLE = 2  # the newest checkpoints: one to resume from, and one in case it is damaged
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in a message of safetensors
-Weights = dict[str, Tensor]
+Weights = dict[str, "Tensor"]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Line = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]  # printable
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -428,7 +430,7 @@ def _delete_optimizer(path: Path) -> None:
     (path / _OPTIMIZER).unlink()
 
 
-class AveragedWeights(Mapping[str, Tensor]):
+class AveragedWeights(Mapping[str, "Tensor"]):
     """The mean weights of several checkpoints, summed in float64.
 
     A tensor is read only when it is accessed, so that memory never holds the whole model.
@@ -464,11 +466,13 @@ class AveragedWeights(Mapping[str, Tensor]):
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of tensors: of names, types, shapes and bits."""
+    import torch
+
     sha = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.flatten().view(uint8).numpy().data)
+        sha.update(tensor.flatten().view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
@@ -486,6 +490,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
     Raises:
         OSError: if they cannot be written.
     """
+    from safetensors.torch import save_file
+
     cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode  # safetensors would make it readable by its owner alone

@@ -1,17 +1,15 @@
-"""Threads: one that reads ahead, a pool for the micro-batches of an update, one for each core."""
+"""PyTorch's threads: a pool for the micro-batches of an update, and one thread for each core."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
 import torch
 
-Item = TypeVar("Item")
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 NUM_THREADS_LOCK = threading.Lock()  # held while threads start
@@ -60,23 +58,6 @@ def map_on_cores(function: Callable[[Task], Result], tasks: Sequence[Task]) -> l
         except BaseException:  # without waiting tasks, the pool ends soon
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def read_ahead(items: Iterator[Item], count: int) -> Generator[Item]:
-    """Yield `items` in order; a thread produces up to `count` of them ahead.
-
-    Closing the generator ends the thread. An error of `items` is raised in the consumer, at the
-    item that raised it.
-    """
-    end = object()
-    pool = ThreadPoolExecutor(1, "read-ahead")
-    try:
-        waiting = deque(pool.submit(next, items, end) for _ in range(count))
-        while (item := waiting.popleft().result()) is not end:
-            waiting.append(pool.submit(next, items, end))
-            yield item  # type: ignore[misc]  # never `end`
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class ThreadPool:

@@ -34,9 +34,9 @@ from mtrain.run.load_model import build_model, set_weights
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
+from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.signals import STOPPING, Signals, Stopped
-from mtrain.runtime.threads import read_ahead
 from mtrain.tokenizer import sentencepiece
 from mtrain.training.checkpoint_manager import CheckpointManager, check_unfinished
 from mtrain.training.compilation import compile_layers, device_of, uncompiled

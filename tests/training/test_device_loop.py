@@ -28,8 +28,8 @@ from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
+from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
-from mtrain.runtime.threads import read_ahead
 from mtrain.training import compilation, training_state
 from mtrain.training import trainer as trainer_module
 from mtrain.training.gradients import Gradients
