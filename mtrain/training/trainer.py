@@ -404,30 +404,33 @@ class Trainer:
         """Write the final weights: the average or the best checkpoint, as validation decides."""
         progress = self.state.progress
         best, averaged = self.checkpoints.final_candidates(progress)
-        directory = self.run_dir.checkpoints_dir
-        paths = [checkpoint.path_of(directory, step) for step in averaged]
-        weights = checkpoint.AveragedWeights(paths, self.fingerprint)
-        set_weights(self.model, weights, directory, self.process_group)
-        scores, bleu = self._score(), progress.bleu_of_step[str(best)]
-        name = f"the average of {count(len(averaged), 'checkpoint')}"
-        self.log.say(f"{name}: validation loss {scores.loss:.4f}, BLEU {scores.bleu:.2f}")
+        name, bleu = "the best checkpoint", progress.bleu_of_step[str(best)]
         loss = progress.loss_of_step.get(str(best), math.nan)
-        if warning := self.valid.ignored_source(scores.hypotheses):
-            self.log.say(f"{name}: {warning}")
-        self.log.say(
-            f"the best checkpoint (step {best:,}): validation loss {loss:.4f}, BLEU {bleu:.2f}"
-        )
-        if progress.quality(best) <= progress.quality_of(scores.loss, scores.bleu):
-            bleu = scores.bleu
-        else:
-            name, averaged = "the best checkpoint", [best]
-            paths = [checkpoint.path_of(directory, best)]
-            weights = checkpoint.AveragedWeights(paths, self.fingerprint)
+        self.log.say(f"{name} (step {best:,}): validation loss {loss:.4f}, BLEU {bleu:.2f}")
+        if averaged != [best]:
+            mean = f"the average of {count(len(averaged), 'checkpoint')}"
+            directory = self.run_dir.checkpoints_dir
+            set_weights(self.model, self._mean_of(averaged), directory, self.process_group)
+            scores = self._score()
+            self.log.say(f"{mean}: validation loss {scores.loss:.4f}, BLEU {scores.bleu:.2f}")
+            if warning := self.valid.ignored_source(scores.hypotheses):
+                self.log.say(f"{mean}: {warning}")
+            if progress.quality(best) <= progress.quality_of(scores.loss, scores.bleu):
+                name, bleu = mean, scores.bleu
+            else:
+                averaged = [best]
         if self.process_group.is_first:
             info = FinalWeightsInfo(sorted(averaged), bleu, progress.step)
-            checkpoint.save_model(self.run_dir.model_path, dict(weights), self.fingerprint, info)
+            weights = dict(self._mean_of(averaged))
+            checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)
             self.log.say(f"{self.run_dir.model_path}: {name}")
             self.logger.log_size(self.run_dir)
+
+    def _mean_of(self, steps: list[int]) -> checkpoint.AveragedWeights:
+        """Return the mean weights of the checkpoints of some steps, not yet read."""
+        directory = self.run_dir.checkpoints_dir
+        paths = [checkpoint.path_of(directory, step) for step in steps]
+        return checkpoint.AveragedWeights(paths, self.fingerprint)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint, or from the initial weights if there is none.

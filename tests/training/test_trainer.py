@@ -1012,6 +1012,28 @@ def test_with_low_bleu_the_validation_loss_chooses_the_best_checkpoint_over_the_
     assert "the best checkpoint (step 8): validation loss 1.0000, BLEU 0.20\n" in said
 
 
+def test_the_best_checkpoint_alone_is_not_validated_again_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bleus = iter([10.0, 20.0, 30.0])  # of three validations, and none more
+    monkeypatch.setattr(
+        Trainer, "_score", lambda trainer, **_: trainer_module.Validation(1.0, 1.0, next(bleus))
+    )
+    run = train(source, "training.average=1", run=str(tmp_path / "run"))
+    last = load_file(checkpoint.steps(run.checkpoints_dir)[12] / "model.safetensors")
+    final = load_file(run.model_path)
+    assert all(torch.equal(final[name], last[name]) for name in last)
+    info = checkpoint.load_final_weights_info(run.model_path)
+    assert info is not None and (info.steps, info.bleu) == ([12], 30.0)
+    said = capsys.readouterr().err
+    assert "the best checkpoint (step 12): validation loss 1.0000, BLEU 30.00\n" in said
+    assert f"{run.model_path}: the best checkpoint\n" in said
+    assert "the average of" not in said
+
+
 def test_the_average_can_be_of_the_best_checkpoints(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
@@ -1484,12 +1506,12 @@ def test_a_model_that_ignores_its_source_is_warned_about_in_later_validations(
         "translations",
         lambda valid, translator: same if is_ignored else valid.lines.tgt,
     )
-    run = train(source, run=str(tmp_path / "run"))
+    run = train(source, "training.average=2", run=str(tmp_path / "run"))
     assert run.model_path.exists()
     said = capsys.readouterr().err.splitlines()
     warned = [line for line in said if line.endswith("or a longer `training.warmup_steps`")]
     what = "12 different sources have only 1 different translation: the model ignores its source; "
-    names = ["step 8: ", "step 12: ", "the average of 1 checkpoint: "]  # of 12 steps
+    names = ["step 8: ", "step 12: ", "the average of 2 checkpoints: "]  # of 12 steps
     starts = [line[: line.find(what) + len(what)] for line in warned]
     assert starts == ([f"{name}{what}" for name in names] if is_ignored else [])
 
