@@ -149,11 +149,11 @@ def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
 def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
     """Return whether ids are in the vocabulary, and lengths are their counts + `num_added`."""
     lists, lengths = table.column(side), table.column(f"{side}_length")
-    ids = pc.list_flatten(lists)
     differences = pc.min_max(pc.subtract(lengths, pc.list_value_length(lists))).as_py()
-    if ids.null_count or set(differences.values()) != {num_added}:
+    has_nulls = any(chunk.values.null_count for chunk in lists.chunks)  # those of no row, too
+    if has_nulls or set(differences.values()) != {num_added}:
         return False
-    bounds = pc.min_max(ids).as_py()
+    bounds = pc.min_max(pc.list_flatten(lists)).as_py()
     return (bounds["min"] or 0) >= 0 and (bounds["max"] or 0) < num_tokens
 
 

@@ -494,6 +494,18 @@ def test_a_table_of_pairs_with_invalid_list_offsets_is_refused_in_one_line(
     assert_table(cli, noisy, pa.table(TABLE), is_whole=False, change=(wanted, lying))
 
 
+def test_a_missing_id_that_is_in_no_row_of_a_table_is_refused_in_one_line(
+    cli: Cli, noisy: RunDir
+) -> None:
+    columns = {
+        "src": pa.array([[None, 5, 3], [6, 3]], IDS),
+        "src_length": pa.array([2, 2], pa.int32()),
+    }
+    wanted, lying = struct.pack("<3i", 0, 3, 5), struct.pack("<3i", 1, 3, 5)
+    table = pa.table(TABLE | columns)
+    assert_table(cli, noisy, table, is_whole=False, change=(wanted, lying))
+
+
 def assert_table(
     cli: Cli,
     noisy: RunDir,
