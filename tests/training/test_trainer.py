@@ -1477,6 +1477,7 @@ def test_each_validation_prints_different_examples_until_all_were_printed(
     num_examples: int,
 ) -> None:
     lines = (source.parent / "valid.src").read_text().splitlines()
+    monkeypatch.setattr(ValidationSet, "translations", lambda valid, _: valid.lines.tgt)
     often = ["training.max_steps=12", "training.validate_every=1", "training.patience=99"]
     often += [f"training.num_examples={num_examples}"]
     shown = {}
