@@ -101,7 +101,7 @@ def encode(draw_figure: Callable[[], Figure]) -> dict[str, bytes]:
     """Return the picture as PNG and as SVG, with the same bytes on each call."""
     with matplotlib.style.context(["default", _STYLE | {"font.family": fonts()}]):
         figure, png, svg = draw_figure(), io.BytesIO(), io.BytesIO()
-        FigureCanvasAgg(figure).print_png(png, pil_kwargs={"optimize": True})  # type: ignore[no-untyped-call]
+        FigureCanvasAgg(figure).print_png(png)  # type: ignore[no-untyped-call]
         figure.set_layout_engine("none")  # keep the layout of the PNG
         FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})  # type: ignore[no-untyped-call]
     return {"png": png.getvalue(), "svg": svg.getvalue()}
