@@ -56,6 +56,7 @@ _STYLE: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 10,
+    "axes.titley": 1.0,  # or matplotlib measures all labels to find a place
     "figure.dpi": 130,
     "figure.titlesize": 12,
     "font.size": 9,
