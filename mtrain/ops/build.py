@@ -61,14 +61,17 @@ class InstructionSet(NamedTuple):
 _AVX2 = ("-march=x86-64", "-mavx2", "-mfma")
 _HAS_AVX512 = tuple(f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))
 _AVX512 = (*_AVX2, *(f"-m{feature}" for feature in _HAS_AVX512), "-mprefer-vector-width=512")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mtune=znver3")  # attention is faster
+_HAS_AVX512_BF16 = ("avx2", "fma", *_HAS_AVX512, "avx512_bf16", "avx512_vnni")
 _X86 = (
     InstructionSet("sse2", ("-march=x86-64",), ()),
     InstructionSet("avx2", _AVX2, ("avx2", "fma")),
     InstructionSet("avx512", _AVX512, ("avx2", "fma", *_HAS_AVX512)),
+    InstructionSet("avx512_bf16", _AVX512_BF16, _HAS_AVX512_BF16),
     InstructionSet(
-        "avx512_bf16",
-        (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mtune=znver3"),  # attention is faster
-        ("avx2", "fma", *_HAS_AVX512, "avx512_bf16", "avx512_vnni"),
+        "amx_bf16",
+        (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+        (*_HAS_AVX512_BF16, "amx_tile", "amx_bf16"),
     ),
 )
 _ARM = (

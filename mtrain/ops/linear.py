@@ -22,7 +22,6 @@ from mtrain.ops.native import (
     is_float_vector,
 )
 from mtrain.ops.packed_weights import PackedWeights, Precision
-from mtrain.runtime.device import processor_has
 
 _ROW_MULTIPLE = 128  # products in bfloat16 are padded to a multiple of this many rows
 
@@ -228,8 +227,6 @@ def functions_for_linear(
     if weight.dtype is not torch.float32 or not has_cpu_memory(weight):
         return None
     if not _fits(x, weight) or not (bias is None or is_float_vector(bias, len(weight))):
-        return None
-    if x.dtype == torch.bfloat16 and processor_has("amx_tile"):
         return None
     return None if x.shape[-1] % functions.k_group_size else functions
 

@@ -29,7 +29,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from mtrain.errors import ConfigError
 from mtrain.ops import build
 from mtrain.ops.header import signatures
-from mtrain.runtime.device import processor_features
+from mtrain.runtime.device import processor_features, processor_has, request_tiles
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}  # the suffixes of C functions
 _TENSOR_TYPES = (Tensor, nn.Parameter)
@@ -73,6 +73,8 @@ def describe() -> str:
 def usable_sets() -> list[build.InstructionSet]:
     """Return the instruction sets that this processor can run."""
     features = processor_features()
+    if not request_tiles():
+        features -= {"amx_tile"}
     return [isa for isa in build.instruction_sets() if features.issuperset(isa.features)]
 
 
@@ -151,6 +153,8 @@ class Functions:
 
     def has_fast_matmul(self) -> bool:
         """Tell whether their matrix products are faster than PyTorch's on this processor."""
+        if self.dtype_name == "bf16" and processor_has("amx_tile"):  # which PyTorch uses
+            return library().instruction_set == "amx_bf16"
         return bool(self._number("fast_matmul"))
 
     def has_fast_int8(self) -> bool:

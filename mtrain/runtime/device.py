@@ -16,6 +16,8 @@ from mtrain.errors import ConfigError
 from mtrain.io.text_width import count
 from mtrain.runtime.process_settings import is_own_process
 
+_REQUEST_TILES = 158, 0x1023, 18  # arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+
 
 def pick_device(name: str, key: str = "device") -> torch.device:
     """Return the device `name`, the value of the setting `key`; `auto` takes a GPU if there is one.
@@ -102,6 +104,18 @@ def processor_features() -> frozenset[str]:
 def processor_has(*features: str) -> bool:
     """Tell whether the processor has one of these features, such as "amx_tile"."""
     return not processor_features().isdisjoint(features)
+
+
+@functools.cache
+def request_tiles() -> bool:
+    """Ask Linux for the tile registers (AMX) of an x86-64 processor; tell whether it grants them.
+
+    The permission is for all threads of this process, and for the processes that it forks.
+    """
+    if not processor_has("amx_tile"):
+        return False
+    status: int = ctypes.CDLL(None).syscall(*_REQUEST_TILES)
+    return status == 0
 
 
 def _cpuinfo(*keys: str) -> Iterator[str]:

@@ -265,14 +265,41 @@ def run_pytest() -> None:
 
 @needs_libraries
 def test_has_fast_matmul_is_true_only_for_the_listed_instruction_sets_and_dtypes(monkeypatch):
+    monkeypatch.setattr(native, "processor_has", lambda name: False)
     found = {}
     for name in USABLE:
         monkeypatch.setenv("MTRAIN_NATIVE", name)
         functions = [native.Functions(native.compiled(), dtype) for dtype in ("float", "bf16")]
         found[name] = [one.has_fast_matmul() for one in functions]
     fast = {"sse2": [False, False], "avx2": [True, False], "avx512": [True, False]}
-    fast |= {"avx512_bf16": [True, True], "neon": [False, False], "neon_bf16": [False, False]}
+    fast |= {
+        "avx512_bf16": [True, True],
+        "amx_bf16": [True, True],
+        "neon": [False, False],
+        "neon_bf16": [False, False],
+    }
     assert found == {name: fast.get(name, [False, False]) for name in USABLE}
+
+
+@needs_libraries
+def test_torch_multiplies_in_bfloat16_on_a_processor_with_tiles_that_the_library_does_not_use(
+    monkeypatch,
+):
+    monkeypatch.setattr(native, "processor_has", lambda name: name == "amx_tile")
+    for name in USABLE:
+        monkeypatch.setenv("MTRAIN_NATIVE", name)
+        functions = native.Functions(native.compiled(), "bf16")
+        assert functions.has_fast_matmul() == (name == "amx_bf16")
+
+
+@pytest.mark.skipif(KNOWN[-1] != "amx_bf16", reason="no processor of this family has tiles")
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_the_library_with_tiles_is_used_only_if_linux_grants_them(is_granted, monkeypatch):
+    features = frozenset().union(*(one.features for one in build.instruction_sets()))
+    monkeypatch.setattr(native, "processor_features", lambda: features)
+    monkeypatch.setattr(native, "request_tiles", lambda: is_granted)
+    best = native.usable_sets()[-1].name
+    assert best == ("amx_bf16" if is_granted else "avx512_bf16")
 
 
 @pytest.mark.parametrize(("status", "error"), [(1, MemoryError), (2, IndexError)])

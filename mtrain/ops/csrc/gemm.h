@@ -41,6 +41,9 @@ typedef struct gemm_out {
 } gemm_out;
 
 #ifndef MUL_ADD
+#if defined BF16 && defined __AMX_BF16__
+#define TILES
+#endif
 #define MUL_ADD mul_add
 #define SUMS_TO_FLOAT(to, row, column, sums) (sums)
 #endif
@@ -134,6 +137,9 @@ static __attribute__((noinline)) void write_vec_tail(const gemm_out *to, int64_t
     write_vec(to, row, column, sums, min_of(count, LANES));
 }
 
+#ifdef TILES
+#include "amx.h"
+#else
 /* `rows` rows of a left factor times a tile. `rows` is a constant where this is inlined, and every
  * loop over sums is unrolled, so that the sums stay in registers. */
 static INLINE void multiply_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
@@ -195,3 +201,4 @@ static inline void gemm(gemm_out to, int64_t rows, int64_t columns, const void *
         }
     }
 }
+#endif

@@ -1,5 +1,5 @@
 /* Element types, vectors, and the scalar functions that all files share: conversion to and from
- * bfloat16, aligned memory, exp, dropout masks, sums and dot products. */
+ * bfloat16, transposition, aligned memory, exp, dropout masks, sums and dot products. */
 #pragma once
 
 #include "ops.h"
@@ -134,6 +134,35 @@ static inline vec_u32 pair(vec_float x, vec_float below) {
     return (vec_u32)x;
 }
 #endif
+
+/* Interleave the low halves of two vectors, or their high halves. */
+#if LANES == 16
+#define ALTERNATE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+#elif LANES == 8
+#define ALTERNATE(f) f(0), f(1), f(2), f(3)
+#else
+#define ALTERNATE(f) f(0), f(1)
+#endif
+#define LOW_HALF(i) i, i + LANES
+#define HIGH_HALF(i) i + LANES / 2, i + LANES / 2 + LANES
+#ifdef __clang__
+#define ZIP(a, b, half) __builtin_shufflevector(a, b, ALTERNATE(half))
+#else
+#define ZIP(a, b, half) __builtin_shuffle(a, b, (vec_u32){ALTERNATE(half)})
+#endif
+
+/* Transpose a square of 32-bit numbers in place. Interleaving row i with row i + LANES / 2 rotates the
+ * bits of each number's (row, column) by one; log2(LANES) times exchange row and column. */
+static inline void transpose(vec_u32 *rows) {
+    vec_u32 zipped[LANES];
+    for (int size = 1; size < LANES; size *= 2) {
+        for (int i = 0; i < LANES / 2; i++) {
+            zipped[2 * i] = ZIP(rows[i], rows[i + LANES / 2], LOW_HALF);
+            zipped[2 * i + 1] = ZIP(rows[i], rows[i + LANES / 2], HIGH_HALF);
+        }
+        memcpy(rows, zipped, sizeof zipped);
+    }
+}
 
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
