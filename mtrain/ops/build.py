@@ -69,9 +69,9 @@ _X86 = (
     InstructionSet("avx512", _AVX512, ("avx2", "fma", *_HAS_AVX512)),
     InstructionSet("avx512_bf16", _AVX512_BF16, _HAS_AVX512_BF16),
     InstructionSet(
-        "amx_bf16",
-        (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
-        (*_HAS_AVX512_BF16, "amx_tile", "amx_bf16"),
+        "amx",
+        (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        (*_HAS_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
     ),
 )
 _ARM = (

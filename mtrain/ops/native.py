@@ -154,7 +154,7 @@ class Functions:
     def has_fast_matmul(self) -> bool:
         """Tell whether their matrix products are faster than PyTorch's on this processor."""
         if self.dtype_name == "bf16" and processor_has("amx_tile"):  # which PyTorch uses
-            return library().instruction_set == "amx_bf16"
+            return library().instruction_set == "amx"
         return bool(self._number("fast_matmul"))
 
     def has_fast_int8(self) -> bool:

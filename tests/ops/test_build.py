@@ -62,8 +62,8 @@ def test_each_instruction_set_needs_all_features_of_the_previous_one_and_more():
 @pytest.mark.parametrize(
     ("machine", "names"),
     [
-        ("x86_64", ["sse2", "avx2", "avx512", "avx512_bf16", "amx_bf16"]),
-        ("AMD64", ["sse2", "avx2", "avx512", "avx512_bf16", "amx_bf16"]),
+        ("x86_64", ["sse2", "avx2", "avx512", "avx512_bf16", "amx"]),
+        ("AMD64", ["sse2", "avx2", "avx512", "avx512_bf16", "amx"]),
         ("aarch64", ["neon", "neon_bf16"]),
         ("arm64", ["neon", "neon_bf16"]),
         ("riscv64", ["generic"]),

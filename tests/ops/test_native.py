@@ -274,7 +274,7 @@ def test_has_fast_matmul_is_true_only_for_the_listed_instruction_sets_and_dtypes
     fast = {"sse2": [False, False], "avx2": [True, False], "avx512": [True, False]}
     fast |= {
         "avx512_bf16": [True, True],
-        "amx_bf16": [True, True],
+        "amx": [True, True],
         "neon": [False, False],
         "neon_bf16": [False, False],
     }
@@ -289,17 +289,17 @@ def test_torch_multiplies_in_bfloat16_on_a_processor_with_tiles_that_the_library
     for name in USABLE:
         monkeypatch.setenv("MTRAIN_NATIVE", name)
         functions = native.Functions(native.compiled(), "bf16")
-        assert functions.has_fast_matmul() == (name == "amx_bf16")
+        assert functions.has_fast_matmul() == (name == "amx")
 
 
-@pytest.mark.skipif(KNOWN[-1] != "amx_bf16", reason="no processor of this family has tiles")
+@pytest.mark.skipif(KNOWN[-1] != "amx", reason="no processor of this family has tiles")
 @pytest.mark.parametrize("is_granted", [True, False])
 def test_the_library_with_tiles_is_used_only_if_linux_grants_them(is_granted, monkeypatch):
     features = frozenset().union(*(one.features for one in build.instruction_sets()))
     monkeypatch.setattr(native, "processor_features", lambda: features)
     monkeypatch.setattr(native, "request_tiles", lambda: is_granted)
     best = native.usable_sets()[-1].name
-    assert best == ("amx_bf16" if is_granted else "avx512_bf16")
+    assert best == ("amx" if is_granted else "avx512_bf16")
 
 
 @pytest.mark.parametrize(("status", "error"), [(1, MemoryError), (2, IndexError)])

@@ -1,5 +1,5 @@
-/* The products of gemm.h in bfloat16 with the tile registers of AMX, which have 16 rows of 64 bytes. A block of
- * 32 x 32 sums stays in four of them over all of k:
+/* The products of gemm.h in bfloat16 and int8 with the tile registers of AMX, which have 16 rows of 64 bytes. A
+ * block of 32 x 32 sums stays in four of them over all of k:
  *
  *      0 1     sums of rows 0 - 15, columns 0 - 15 and 16 - 31     4     left factor, rows 0 - 15, 16 k-groups
  *      2 3     sums of rows 16 - 31                                5     left factor, rows 16 - 31
@@ -65,7 +65,8 @@ static INLINE void write_block(const gemm_out *to, int64_t row, int64_t column, 
 #pragma GCC unroll 2
         for (int64_t v = 0; v < 2; v++) {
             int64_t own = r * stride + v * LANES;
-            vec_float x = load_vec_float(block + r * BLOCK_SIDE + v * LANES, LANES) + bias[v];
+            vec_float x = load_vec_float(block + r * BLOCK_SIDE + v * LANES, LANES);
+            x = SUMS_TO_FLOAT(to, row + r, column + v * LANES, x) + bias[v];
             if (accumulate) x += load_vec_float(sums + own, LANES);
             x = zero_where((vec_u32)(x < 0.0f) & relu, x);
             if (passed) x = zero_where(load_vec(passed + own, LANES) <= 0.0f, x);
@@ -79,12 +80,12 @@ static INLINE void write_block(const gemm_out *to, int64_t row, int64_t column, 
         _tile_loadd(6, right, 4 * TILE_COLUMNS); \
         _tile_loadd(7, (right) + SIDE, 4 * TILE_COLUMNS); \
         _tile_loadd(4, left, 4 * (left_step)); \
-        _tile_dpbf16ps(0, 4, 6); \
-        _tile_dpbf16ps(1, 4, 7); \
+        MULTIPLY_TILES(0, 4, 6); \
+        MULTIPLY_TILES(1, 4, 7); \
         if (rows > SIDE) { \
             _tile_loadd(5, (left) + SIDE * (left_step), 4 * (left_step)); \
-            _tile_dpbf16ps(2, 5, 6); \
-            _tile_dpbf16ps(3, 5, 7); \
+            MULTIPLY_TILES(2, 5, 6); \
+            MULTIPLY_TILES(3, 5, 7); \
         } \
     } while (0)
 
@@ -106,7 +107,8 @@ static INLINE void multiply_block(const gemm_out *to, int64_t row, int64_t colum
                                   const uint32_t *right_rest, int64_t num_groups) {
     float block[BLOCK_SIDE * BLOCK_SIDE] __attribute__((aligned(ALIGNMENT)));
     float *sums = to->sums + row * to->stride + column;
-    int is_plain = !to->out && !to->bias && !to->apply_relu && !to->relu_input && columns >= BLOCK_SIDE;
+    int is_plain = !to->out && !to->bias && !to->apply_relu && !to->relu_input && !to->row_scales &&
+                   columns >= BLOCK_SIDE;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -124,9 +126,11 @@ static INLINE void multiply_block(const gemm_out *to, int64_t row, int64_t colum
     if (columns >= BLOCK_SIDE) write_block(to, row, column, rows, block);
     else
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = 0; c < columns; c += LANES)
-                write_vec_tail(to, row + r, column + c,
-                               load_vec_float(block + r * BLOCK_SIDE + c, LANES), columns - c);
+            for (int64_t c = 0; c < columns; c += LANES) {
+                vec_float x = load_vec_float(block + r * BLOCK_SIDE + c, LANES);
+                x = SUMS_TO_FLOAT(to, row + r, column + c, x);
+                write_vec_tail(to, row + r, column + c, x, columns - c);
+            }
 }
 
 /* `gemm` of gemm.h. A left factor is read in place if group_step is 1; else it is transposed, and has at most

@@ -11,7 +11,8 @@
  *
  * The sums of TILE_ROWS rows times one tile stay in registers over all of k: each vector of the
  * tile is loaded once for TILE_ROWS rows. A file that defines MUL_ADD and SUMS_TO_FLOAT before it includes
- * this one replaces the multiply-add and the conversion of its sums (int8.c).
+ * this one replaces the multiply-add and the conversion of its sums (int8.c). With MULTIPLY_TILES, the
+ * product of two tile registers, gemm is that of amx.h.
  */
 #pragma once
 
@@ -42,7 +43,7 @@ typedef struct gemm_out {
 
 #ifndef MUL_ADD
 #if defined BF16 && defined __AMX_BF16__
-#define TILES
+#define MULTIPLY_TILES _tile_dpbf16ps
 #endif
 #define MUL_ADD mul_add
 #define SUMS_TO_FLOAT(to, row, column, sums) (sums)
@@ -137,7 +138,7 @@ static __attribute__((noinline)) void write_vec_tail(const gemm_out *to, int64_t
     write_vec(to, row, column, sums, min_of(count, LANES));
 }
 
-#ifdef TILES
+#ifdef MULTIPLY_TILES
 #include "amx.h"
 #else
 /* `rows` rows of a left factor times a tile. `rows` is a constant where this is inlined, and every

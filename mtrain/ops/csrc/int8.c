@@ -54,6 +54,9 @@ static inline vec_float multiply_add(vec_float sums, uint32_t group, vec_u32 oth
 #endif
 #endif
 
+#ifdef __AMX_INT8__
+#define MULTIPLY_TILES _tile_dpbusd /* reads the left factor as unsigned, too */
+#endif
 #define MUL_ADD multiply_add
 #define SUMS_TO_FLOAT(to, row, column, sums) scaled(to, row, column, (vec_i32)(sums))
 
