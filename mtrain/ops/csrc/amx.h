@@ -50,31 +50,6 @@ static inline void transpose_left(uint32_t *to, int64_t step, const uint32_t *fr
         }
 }
 
-/* write_vec for all columns of a block. */
-static INLINE void write_block(const gemm_out *to, int64_t row, int64_t column, int64_t rows,
-                               const float *block) {
-    int64_t at = row * to->stride + column, stride = to->stride;
-    elem *out = to->out ? (elem *)to->out + at : NULL;
-    float *sums = to->out ? NULL : to->sums + at;
-    const elem *passed = to->relu_input ? (const elem *)to->relu_input + at : NULL;
-    vec_float bias[2] = {{0}};
-    vec_u32 relu = (to->apply_relu ? ~0u : 0u) - (vec_u32){0};
-    int accumulate = to->accumulate;
-    if (to->bias) memcpy(bias, to->bias + column, sizeof bias);
-    for (int64_t r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int64_t v = 0; v < 2; v++) {
-            int64_t own = r * stride + v * LANES;
-            vec_float x = load_vec_float(block + r * BLOCK_SIDE + v * LANES, LANES);
-            x = SUMS_TO_FLOAT(to, row + r, column + v * LANES, x) + bias[v];
-            if (accumulate) x += load_vec_float(sums + own, LANES);
-            x = zero_where((vec_u32)(x < 0.0f) & relu, x);
-            if (passed) x = zero_where(load_vec(passed + own, LANES) <= 0.0f, x);
-            if (out) store_vec(out + own, x, LANES);
-            else store_vec_float(sums + own, x, LANES);
-        }
-}
-
 /* Add the products of 16 k-groups, of `rows` rows of the left factor and 32 columns of the right one. */
 #define ADD_TILES(left, left_step, right) do { \
         _tile_loadd(6, right, 4 * TILE_COLUMNS); \
@@ -123,14 +98,13 @@ static INLINE void multiply_block(const gemm_out *to, int64_t row, int64_t colum
         return;
     }
     MOVE_SUMS(_tile_stored, block, BLOCK_SIDE);
-    if (columns >= BLOCK_SIDE) write_block(to, row, column, rows, block);
-    else
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = 0; c < columns; c += LANES) {
-                vec_float x = load_vec_float(block + r * BLOCK_SIDE + c, LANES);
-                x = SUMS_TO_FLOAT(to, row + r, column + c, x);
-                write_vec_tail(to, row + r, column + c, x, columns - c);
-            }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < min_of(columns, BLOCK_SIDE); c += LANES) {
+            vec_float x = load_vec_float(block + r * BLOCK_SIDE + c, LANES);
+            x = SUMS_TO_FLOAT(to, row + r, column + c, x);
+            if (columns >= BLOCK_SIDE) write_vec(to, row + r, column + c, x, LANES);
+            else write_vec_tail(to, row + r, column + c, x, columns - c);
+        }
 }
 
 /* `gemm` of gemm.h. A left factor is read in place if group_step is 1; else it is transposed, and has at most
