@@ -97,6 +97,16 @@ def test_one_decoder_graph_runs_the_first_step_and_the_later_steps(tmp_path: Pat
         assert state.feeds["past_key_values.0.encoder.key"].shape == (2, 2, len(ids), 6)
 
 
+def test_the_graphs_load_in_versions_of_onnx_runtime_without_a_cosine_in_float64(
+    whole: tuple[Path, ExportReport],
+) -> None:
+    paths = sorted((whole[0] / "onnx").glob("*.onnx"))
+    assert len(paths) == 4
+    for path in paths:
+        operations = {node.op_type for node in onnx.load(path).graph.node}
+        assert "Sin" in operations and "Cos" not in operations, path.name
+
+
 def test_padding_bos_and_tags_are_never_generated_with_onnx_runtime(tmp_path: Path) -> None:
     translator = tempted_model()
     copy, tgt = copied(translator, "onnx", tmp_path), translator.tokenizer.tgt
