@@ -238,6 +238,8 @@ def _read_jsonl(
                 row = json.loads(raw.decode("utf-8"))
             except UnicodeDecodeError as error:
                 yield Fault(format_undecodable(error))
+            except json.JSONDecodeError as error:
+                yield Fault(f"must be JSON, but is not: {error.msg}, at character {error.pos + 1}")
             except (ValueError, RecursionError) as error:
                 yield Fault(f"must be JSON, but is not: {error}")
             else:

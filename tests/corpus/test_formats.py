@@ -288,8 +288,12 @@ def test_a_malformed_tsv_line_is_reported_with_its_line_number(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"{", "must be JSON, but is not: Expecting property name"),
-        (b"", "must be JSON, but is not: Expecting value"),
+        (
+            b"{'s': 1}",
+            "must be JSON, but is not: Expecting property name enclosed in double quotes, "
+            "at character 2.",
+        ),
+        (b"", "must be JSON, but is not: Expecting value, at character 1."),
         (b"[1]", "must be a JSON object, but is not."),
         (b"[" * 100_000, "must be JSON, but is not: "),
         (b'{"s": "a"}', "must have `t.x`, but has s instead."),
