@@ -90,8 +90,8 @@ class DataConfig(Section):
         num_weighted = sum(named.corpus.weight is not None for named in corpora)
         if 0 < num_weighted < len(corpora):
             raise ValueError(
-                "must give each corpus of `train` a `weight`, or none of them, but gives "
-                f"{num_weighted} of {len(corpora)} one instead"
+                "must give a `weight` to each corpus of `train` or to none, but gives one to "
+                f"{num_weighted} of {len(corpora)} instead"
             )
         if self.temperature is not None and (num_weighted or not isinstance(self.train, list)):
             why = "its corpora have weights" if num_weighted else "`train` is one corpus"

@@ -731,8 +731,8 @@ def test_a_single_corpus_is_saved_without_a_weight(minimal: Path) -> None:
         ([f"train=[{FILES}, 3]"], "`data.train[1]` must be a section of keys, but is 3 instead."),
         (
             [f"train=[{WEIGHTED}, {FILES}]"],
-            "`data` must give each corpus of `train` a `weight`, or none of them, but gives 1 of 2 "
-            "one instead.",
+            "`data` must give a `weight` to each corpus of `train` or to none, but gives one to 1 "
+            "of 2 instead.",
         ),
         (
             [f"train=[{WEIGHTED}, {WEIGHTED}]", "temperature=5"],
