@@ -336,6 +336,7 @@ def draw_lengths(corpora: Mapping[str, tuple[Lengths, Lengths]]) -> Figure:
             label = f"{name}: {len(lengths):,} pairs, {facts}"
             axes.stairs(percent, bins, color=color, linestyle=style, label=label, linewidth=1.5)
         axes.legend(loc="upper right")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(title=title, ylabel="pairs (%)")
         axes.set_xlabel(f"length (tokens, eos included; bins of {bin_width})")
     panels[0].set_ylim(0, panels[0].get_ylim()[1] * (1 + 0.06 * len(corpora)))  # for the legends

@@ -432,6 +432,12 @@ def test_the_drawn_lengths_are_the_token_counts_of_the_texts_with_eos(
                 assert lengths.tolist() == expected
 
 
+def test_the_lengths_have_whole_numbers_of_tokens_on_their_axis() -> None:
+    lengths = np.arange(1, 21, dtype=np.int32)
+    for axes in draw_module.draw_lengths({"training": (lengths, lengths)}).axes:
+        assert (axes.get_xticks() % 1 == 0).all()
+
+
 @pytest.mark.parametrize(
     ("piece", "shown"),
     [
