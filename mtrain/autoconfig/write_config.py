@@ -531,7 +531,7 @@ def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[
     if training.num_reads < _MIN_READS:
         warnings.append("warning   that is little time for this corpus: take a longer --budget")
     if training.training_s + overhead.fixed_s > request.budget_s:
-        problem = "warning   training and the rest together take longer than the budget"
+        problem = "warning   training and the rest take longer than the budget"
         is_given = len(request.held_out) < 2  # with --valid or --test
         warnings.append(f"{problem}: take smaller sets" if is_given else problem)
     return [

@@ -502,8 +502,15 @@ def test_time_for_tokenizing_and_evaluation_is_reported_and_subtracted_from_the_
     assert written().training.max_minutes == (600 - 36) / 60
     monkeypatch.setattr(write_config, "time", Clock([0]))
     report = init(budget_s=40, output="short.yaml", run="short")
-    assert "warning   training and the rest together take longer than the budget" in report
+    assert "warning   training and the rest take longer than the budget" in report
     assert written("short.yaml").training.max_minutes == 0.33
+    for side in ("en", "de"):
+        write(Path(f"v.{side}"), read(f"a.{side}")[:20])
+    monkeypatch.setattr(write_config, "time", Clock([0]))
+    pair = ("v.en", "v.de")
+    report = init(budget_s=40, output="given.yaml", run="given", valid=pair, test=pair)
+    assert sum("longer than the budget: take smaller sets" in line for line in report) == 1
+    assert max(map(len, report)) <= 80
 
 
 def test_the_start_of_a_process_is_timed(monkeypatch):
