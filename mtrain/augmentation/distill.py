@@ -145,8 +145,8 @@ def as_text(report: DistillReport) -> Iterator[str]:
     yield from format_table(rows, "<<<<>>>>")
     if note := tokenizer_note(report.tgt_lang):
         yield note
-    yield "p: chance of such a difference to the teacher with its beam if neither is better"
-    yield f"   by paired bootstrap (bs), approximate randomisation (ar); * is below {P_LIMIT}"
+    yield "p: chance of such a difference to the teacher's beam if neither is better; bs by"
+    yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
 
 
 def _measure(

@@ -100,6 +100,7 @@ def test_distill_trains_on_the_teachers_translations_and_compares_student_and_te
     assert max(map(len, done.lines)) <= 80
     assert [line.split()[0] for line in done.lines[:5]] == ["system", *SYSTEMS]
     assert done.lines[5] == ""
+    assert done.lines[-2].endswith(" if neither is better; bs by")
     head, *rows = [line.split() for line in done.lines[6:-2]]
     assert head[:2] == ["test", "set"]
     assert [row[1] for row in rows] == ["teacher"] * 4 + ["student"] * 4
