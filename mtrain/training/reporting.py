@@ -171,7 +171,7 @@ class TrainingLogger:
         total, checkpoints = map(_num_megabytes, (run.path, run.checkpoints_dir))
         self.log.say(
             f"size     {run.path} takes {total:,.1f} MB; its checkpoints are {checkpoints:,.1f} MB "
-            "of that, and needed only to train on"
+            "of that, needed only to continue the training"
         )
 
     def log_skipped(self, step: int, num_skipped: int, new_scale: float | None) -> None:

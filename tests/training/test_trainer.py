@@ -923,7 +923,7 @@ def test_the_size_of_the_run_folder_is_printed_at_the_end(
     of_checkpoints = sum(size for name, size in sizes.items() if name.startswith("checkpoints/"))
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"size     {run.path} takes {sum(sizes.values()) / 1e6:.1f} MB; its checkpoints are "
-        f"{of_checkpoints / 1e6:.1f} MB of that, and needed only to train on"
+        f"{of_checkpoints / 1e6:.1f} MB of that, needed only to continue the training"
     )
 
 
