@@ -15,9 +15,9 @@ _ERRORS = {
     "403": "The API key is not one of the server's.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "429": "Too many requests; `Retry-After` says when to go on.",
+    "429": "Too many requests; Retry-After says when to go on.",
     "500": "The server has failed.",
-    "503": "The server is busy or shuts down; `Retry-After` says when to go on.",
+    "503": "The server is busy or shuts down; Retry-After says when to go on.",
 }
 
 
@@ -81,7 +81,7 @@ def openapi(settings: ServerSettings, translations: Translations) -> Tree:
         "/languages": _get("List the languages", _json({"type": "array", "items": language})),
         "/frontend/settings": _get("Show limits and defaults", _json({"type": "object"})),
         "/health": _get("Tell whether the server answers", _json(health)),
-        "/spec": _get("Show this document", _json({"type": "object"})),
+        "/spec": _get("Show this interface as OpenAPI", _json({"type": "object"})),
         "/metrics": _get("Show counts for Prometheus", {"text/plain": {}}),
     }
     schema = _object({"confidence": {"type": "number"}, "language": _TEXT}, ["language"])

@@ -339,6 +339,17 @@ def test_the_api_documentation_page_shows_its_endpoints(page: Any, client: Clien
     page.goto(f"{client.url}/docs")
     page.wait_for_selector("section h2 >> text=POST /translate")
     assert page.locator("td >> text=alternatives").count() == 2
+    assert "`" not in page.inner_text("body")
+
+
+def test_the_api_documentation_page_breaks_no_name_of_a_field_and_does_not_scroll_sideways(
+    any_page: Any, client: Client
+) -> None:
+    any_page.goto(f"{client.url}/docs")
+    any_page.wait_for_selector("section h2 >> text=POST /translate")
+    names = "[...document.querySelectorAll('td code')]"
+    assert any_page.evaluate(f"{names}.every(name => name.getClientRects().length === 1)")
+    assert any_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_axe_finds_no_accessibility_violation(any_page: Any, client: Client) -> None:
