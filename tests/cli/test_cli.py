@@ -484,6 +484,18 @@ def test_help_lists_every_verb_with_an_untruncated_description_in_80_columns(
             "option '--beam' requires an argument; see `mtrain translate --help`.",
         ),
         (
+            "translate run -o --early-stop",
+            "option '-o' requires an argument, but '--early-stop' is an option; see `mtrain "
+            "translate --help`.",
+        ),
+        (
+            "init --valid v.en --src-lang en --tgt-lang de",
+            "option '--valid' requires 2 arguments, but '--src-lang' is an option; see `mtrain "
+            "init --help`.",
+        ),
+        ("translate run --beam --help", "option '--beam' requires an argument, but '--help' is "),
+        ("train a.yaml --set --set --run", "option '--set' requires an argument, but '--set' is "),
+        (
             "export RUN d",
             "missing option '--to'. Choose from: ctranslate2, huggingface, argos, marian, onnx; "
             "see `mtrain export --help`.",
