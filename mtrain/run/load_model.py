@@ -128,9 +128,9 @@ def weights_path(run: RunDir, step: int | None) -> Path:
         return run.model_path
     saved = checkpoint.steps(run.checkpoints_dir)
     if step not in saved:
+        steps = f"those of {', '.join(map(str, saved))}" if saved else "none"  # as an option has it
         raise RunError(
-            f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
-            f"{', '.join(f'{number:,}' for number in saved) or 'none'} instead."
+            f"{run.path}: must have a checkpoint of step {step}, but has {steps} instead."
         )
     return saved[step] / "model.safetensors"
 

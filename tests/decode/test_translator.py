@@ -601,6 +601,21 @@ def test_loading_a_step_loads_the_weights_of_its_checkpoint(trained: RunDir) -> 
         translator_module.load(trained, loading=LoadOptions("cpu", step=7))
 
 
+def test_the_error_about_a_missing_step_writes_steps_as_the_option_takes_them(
+    trained: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(trained.path, run.path)
+    shutil.rmtree(run.checkpoints_dir)
+    refused = f"{run.path}: must have a checkpoint of step 9000, but has "
+    for steps, said in (([], "none instead."), ([1500, 2000], "those of 1500, 2000 instead.")):
+        for step in steps:
+            (run.checkpoints_dir / f"step-{step:08}").mkdir(parents=True)
+        with pytest.raises(RunError) as error:
+            translator_module.load(run, loading=LoadOptions("cpu", step=9000))
+        assert str(error.value) == refused + said
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is asked of glibc")
 def test_only_a_process_of_mtrains_own_keeps_freed_memory_for_reuse(
     trained: RunDir,
