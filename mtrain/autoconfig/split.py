@@ -229,9 +229,9 @@ def draw(overview: CorpusOverview, num_sets: int, max_pairs: int, seed: int) -> 
             smallest += members[: size - len(smallest)].tolist()
     if min(map(len, sets)) < MIN_HELD_OUT:
         raise DataError(
-            f"the corpus must have {num_sets * MIN_HELD_OUT} pairs that can be held out with all "
-            f"that share a sentence with them, but has {sum(map(len, sets))} instead; give --valid "
-            "and --test."
+            f"the corpus must have {num_sets * MIN_HELD_OUT} pairs that can be held out, but has "
+            f"{sum(map(len, sets))} instead; those cannot that are very short or very long, have "
+            "equal sides, or share a sentence with many others. Give --valid and --test."
         )
     drawn = np.concatenate(sets)
     is_excluded = np.isin(groups, groups[drawn]) | np.isin(others, others[drawn])

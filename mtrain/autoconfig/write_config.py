@@ -437,7 +437,7 @@ def _write_held_out(request: InitRequest, held_out: HeldOut) -> list[str]:
             besides = [stack.enter_context(whole_file(path)) for path in (src, tgt)]
             write_lines(besides[0], (pair_of[row].src for row in set_rows.tolist()))
             write_lines(besides[1], (pair_of[row].tgt for row in set_rows.tolist()))
-            report.append(f"wrote     {src} and {tgt.name}: {len(set_rows):,} pairs, held out")
+            report.append(f"wrote     {src} and {tgt}: {len(set_rows):,} pairs, held out")
     return report
 
 

@@ -172,9 +172,12 @@ def test_a_corpus_with_too_few_separable_pairs_to_hold_out_is_an_error(tmp_path)
     with pytest.raises(DataError) as error:
         split.draw(look(tmp_path, pairs), 2, 1000, 1)
     assert str(error.value) == (
-        "the corpus must have 20 pairs that can be held out with all that share a sentence with "
-        "them, but has 0 instead; give --valid and --test."
+        "the corpus must have 20 pairs that can be held out, but has 0 instead; those cannot that "
+        "are very short or very long, have equal sides, or share a sentence with many others. "
+        "Give --valid and --test."
     )
+    with pytest.raises(DataError, match=r"but has 0 instead; .* have equal sides, or "):
+        split.draw(look(tmp_path, [(line, line) for line, _ in GOOD]), 2, 1000, 1)
 
 
 def test_pairs_that_share_a_sentence_with_a_given_set_are_not_fit_to_be_held_out(tmp_path):
