@@ -1591,7 +1591,7 @@ EXPORTS = [
     export(
         "parity",
         "scores of beams are not compared",
-        "not self.beam_diff <= _SUM_TOLERANCE",
+        "not self.beam_diff <= self.beam_tolerance",
         "self.beam_diff != self.beam_diff",
     ),
     export(
