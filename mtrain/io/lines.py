@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO, cast
 
 from mtrain.errors import DataError
+from mtrain.io.text_width import count
 
 BOM = b"\xef\xbb\xbf"
 _GZIP_LEVEL = 6  # half the time of 9 for one percent more bytes
@@ -48,9 +49,9 @@ class LineWarnings:
 
     def close(self) -> None:
         """Warn of the number of further lines of each kind."""
-        for kind, count in self._counts.items():
-            if count > _MAX_WARNINGS:
-                self._warn(f"{count - _MAX_WARNINGS:,} more lines: {kind}.")
+        for kind, num_lines in self._counts.items():
+            if num_lines > _MAX_WARNINGS:
+                self._warn(f"{count(num_lines - _MAX_WARNINGS, 'more line')}: {kind}.")
 
 
 Advance = Callable[[int], object]

@@ -156,7 +156,7 @@ def test_translate_writes_one_line_for_every_line_of_unusual_text(
     raw = "".join(f"{line}\n" for line in ODD_LINES).encode()
     outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
     assert outcome.code == 0
-    warnings = re.compile(r"mtrain: (line \d+: .*|\d+ more lines: .*)\.")
+    warnings = re.compile(r"mtrain: (line \d+: .*|\d+ more lines?: .*)\.")
     assert all(warnings.fullmatch(line) for line in outcome.err.split("\n")[:-1])
     assert len(outcome.lines) == len(ODD_LINES)
     blank = [line == "" or line.isspace() for line in ODD_LINES]

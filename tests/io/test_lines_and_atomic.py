@@ -177,6 +177,13 @@ def test_the_first_five_lines_that_are_not_utf8_are_named_and_the_remaining_ones
     assert warnings[-1] == "1,200 more lines: not UTF-8."
 
 
+def test_one_more_line_that_is_not_utf8_is_counted_in_the_singular(here: Path) -> None:
+    warnings: list[str] = []
+    (here / "f").write_bytes(b"gr\xfcn\n" * 6)
+    assert len(list(lines_module.read_forgiving(here / "f", warnings.append))) == 6
+    assert warnings[-1] == "1 more line: not UTF-8."
+
+
 no_line_end = st.text(st.characters(codec="utf-8", exclude_characters="\n")).filter(
     lambda line: not line.endswith("\r")
 )
