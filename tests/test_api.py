@@ -405,11 +405,13 @@ def test_options_of_a_call_translate_like_the_flags_of_the_command_line(
         ({"beam": None}, "`beam` must be a whole number, but is None instead."),
         ({"num_best": 1.5}, "`num_best` must be a whole number, but is 1.5 instead."),
         ({"length_alpha": True}, "`length_alpha` must be a number, but is True instead."),
+        ({"early_stop": None}, "`early_stop` must be True or False, but is None instead."),
+        ({"retry_flagged": "no"}, "`retry_flagged` must be True or False, but is 'no' instead."),
         ({"on_long": "cut"}, "`on_long` must be split, truncate, error, but is 'cut' instead."),
         ({"sampling": 3}, "`sampling` must be a Sampling or None, but is 3 instead."),
     ],
 )
-def test_an_option_out_of_range_is_an_error_that_names_it(
+def test_an_option_of_the_wrong_type_or_out_of_range_is_an_error_that_names_it(
     model: mtrain.Model, change: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(mtrain.ConfigError) as error:

@@ -27,6 +27,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {  # the least and the greatest val
 }
 RERANK_WEIGHT = 0.3  # chosen by the BLEU of six pairs of models on the validation set of Multi30k
 _LENGTHS = ("split", "truncate", "error")
+_SWITCHES = ("early_stop", "retry_flagged", "with_alignment", "with_scores")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class DecodingOptions:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        for key in _SWITCHES:
+            if not isinstance(value := getattr(self, key), bool):
+                raise ConfigError(f"`{key}` must be True or False, but is {value!r} instead.")
         if self.on_long not in _LENGTHS:
             raise ConfigError(
                 f"`on_long` must be {', '.join(_LENGTHS)}, but is {self.on_long!r} instead."
