@@ -46,7 +46,7 @@ Install the package, which needs no network:
 pip install argostranslate
 python -c 'import sys, argostranslate.package as p; p.install_from_path(sys.argv[1])' \\
   {name_in_shell}
-argos-translate --from-lang {src} --to-lang {tgt} {line_in_shell}
+argos-translate --from-lang {src_in_shell} --to-lang {tgt_in_shell} {line_in_shell}
 ```
 
 `argospm install` installs from its public index only, not this file. The desktop application
@@ -66,7 +66,7 @@ LibreTranslate reads the packages of that folder when it starts:
 
 ```sh
 pip install libretranslate
-libretranslate --load-only {src},{tgt}
+libretranslate --load-only {src_in_shell},{tgt_in_shell}
 ```
 
 Where there is one package only, it downloads others first. Without network it tries to for minutes,

@@ -104,6 +104,8 @@ def readme(
         "name_in_shell": shlex.quote(export_name),
         "src": src.lower(),
         "tgt": tgt.lower(),
+        "src_in_shell": shlex.quote(src.lower()),
+        "tgt_in_shell": shlex.quote(tgt.lower()),
         "line": example,
         "line_in_shell": shlex.quote(example),
         "beam": config.decoding.beam,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -1300,12 +1301,25 @@ def test_the_model_card_states_languages_data_and_sizes(
     assert "mtrain" in rest
 
 
-def card_with(run: RunDir, **data: object) -> str:
+def card_with(run: RunDir, library: Library = "huggingface", **data: object) -> str:
     """Return the model card of a run with other settings of its data."""
     run = RunDir(run.path)
     config = run.config
     run.__dict__["config"] = config.model_copy(update={"data": config.data.model_copy(update=data)})
-    return model_card.readme(run, load(run), huggingface, "out", "ba", [])
+    return model_card.readme(run, load(run), EXPORTERS[library], "out", "ba", [])
+
+
+def test_language_codes_are_quoted_in_the_shell_commands_of_the_card_of_a_package(
+    noisy: RunDir,
+) -> None:
+    card = card_with(noisy, "argos", src_lang="my dialect", tgt_lang="b'")
+    commands = [
+        shlex.split(line) for line in card.splitlines() if "--from" in line or "--load" in line
+    ]
+    assert commands == [
+        ["argos-translate", "--from-lang", "my dialect", "--to-lang", "b'", "ba"],
+        ["libretranslate", "--load-only", "my dialect,b'"],
+    ]
 
 
 def test_the_language_code_no_is_not_read_as_a_yaml_boolean(noisy: RunDir) -> None:
