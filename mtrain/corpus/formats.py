@@ -300,17 +300,20 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
         import datasets  # the required version never runs a data set's code
 
         path = str(Path(corpus.hub).absolute()) if is_local else corpus.hub
+        csv_options = _csv_options(path, corpus) if is_local else {}
         table = datasets.load_dataset(
             path,
             corpus.config,
             split=split,
             revision=None if is_local else _resolve(corpus.hub, corpus.revision) or corpus.revision,
             streaming=is_streaming,
-            **_csv_options(path, corpus) if is_local else {},
+            **csv_options,
         )
         if table.column_names is not None:
             table = table.select_columns(fields.columns_in(name, table.column_names))
         for row in islice(table, int(start or 0), int(stop) if stop else None):
+            if csv_options:  # pandas 3.1 reads an empty cell as null, earlier versions as text
+                row = {key: "" if cell is None else cell for key, cell in row.items()}
             yield fields.of(row)
     except DataError:
         raise
