@@ -129,7 +129,7 @@ def test_a_compiled_search_equals_one_position_at_a_time_bit_for_bit(name, optio
     calls.clear()
     apart, num_positions = found(model, options, groups, one_by_one=True)
     assert "search_steps" not in calls
-    assert together == apart
+    assert repr(together) == repr(apart)  # nan is not equal to nan
     assert num_calls < num_positions
 
 
@@ -144,8 +144,8 @@ def test_a_compiled_search_of_shortlists_equals_one_position_at_a_time_bit_for_b
     calls.clear()
     apart, _ = found(model, options, groups, one_by_one=True, is_short=True)
     assert "search_steps" not in calls
-    assert together == apart
-    assert together != found(model, options, groups)[0]
+    assert repr(together) == repr(apart)  # nan is not equal to nan
+    assert repr(together) != repr(found(model, options, groups)[0])
     ranked = [
         set(each.ids_C.tolist())
         for seed, lengths in enumerate(groups)

@@ -188,9 +188,10 @@ def test_connections_that_cannot_be_accepted_are_logged_in_one_line(
             wait_until(lambda: bool(logged.records))
         monkeypatch.undo()
         assert client.get("/health").status == 200
-    warned = [
-        (record.name, record.getMessage()) for record in logged.records if record.levelno > 20
-    ]
+        warned = [
+            (record.name, record.getMessage()) for record in logged.records if record.levelno > 20
+        ]
+    # not later: asyncio accepts again as often as it was refused, and reports a closed socket
     assert warned == [("mtrain", "new connections have to wait: Too many open files")]
 
 
