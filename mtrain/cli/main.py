@@ -164,31 +164,25 @@ class _VerbCommand(TyperCommand):
     """A verb that refuses the name of an option as the value of another, whose own is missing."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # shell completion
-            _refuse_missing_values(self, ctx.command_path, args)
+        options: dict[str, Any] = {
+            name: param
+            for param in self.get_params(ctx)
+            if param.param_type_name == "option"
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        index = len(args) if ctx.resilient_parsing else 0  # shell completion may lack values
+        while index < len(args) and args[index] != "--":
+            option = options.get(args[index])
+            num_values = option.nargs if option is not None and not option.is_flag else 0
+            for value in args[index + 1 : index + 1 + num_values]:
+                if value in options:
+                    needs = "an argument" if num_values == 1 else f"{num_values} arguments"
+                    raise ConfigError(
+                        f"option '{args[index]}' requires {needs}, but '{value}' is an option; see "
+                        f"`{ctx.command_path} --help`."
+                    )
+            index += 1 + num_values
         return super().parse_args(ctx, args)
-
-
-def _refuse_missing_values(command: TyperCommand, path: str, args: list[str]) -> None:
-    options: dict[str, Any] = {
-        name: param
-        for param in command.params
-        if param.param_type_name == "option"
-        for name in (*param.opts, *param.secondary_opts)
-    }
-    options["--help"] = None
-    index = 0
-    while index < len(args) and args[index] != "--":
-        option = options.get(args[index])
-        num_values = option.nargs if option is not None and not option.is_flag else 0
-        for value in args[index + 1 : index + 1 + num_values]:
-            if value in options:
-                needs = "an argument" if num_values == 1 else f"{num_values} arguments"
-                raise ConfigError(
-                    f"option '{args[index]}' requires {needs}, but '{value}' is an option; see "
-                    f"`{path} --help`."
-                )
-        index += 1 + num_values
 
 
 def command_line(names: Iterable[str]) -> typer.Typer:
