@@ -276,9 +276,13 @@ def pair_models(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> li
     ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(pair_models: list[Any]) -> Iterator[Any]:
-    """Ask a server of `pair_models`."""
+    """Ask a server of `pair_models`.
+
+    It ends with the module, since some tests replace the clock of the whole process, and the event
+    loop of a server would wait for a time of that clock.
+    """
     from serving import running
 
     with running(pair_models) as client:
