@@ -46,6 +46,7 @@ _HELD_OUT_PER_S = 2  # of the budget
 _MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _MIN_READS = 3  # of a pair; below, a warning
+_FEW_PAIRS = 10_000  # up to which back-translation raised BLEU (docs/low-resource.md)
 _UNIT_LINES = 1000  # of the sample, by whose script words or letters are counted
 _USUAL_LOAD = 0.5  # of a processor; beyond, a warning
 _CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
@@ -527,20 +528,23 @@ def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[
     megabytes = 4 * choice.measured.num_parameters / 1e6
     path = shlex.quote(str(request.config_path))
     num_s = math.ceil(overhead.fixed_s)
-    warnings = []
+    remarks = []
     if training.num_reads < _MIN_READS:
-        warnings.append("warning   that is little time for this corpus: take a longer --budget")
+        remarks.append("warning   that is little time for this corpus: take a longer --budget")
     if training.training_s + overhead.fixed_s > request.budget_s:
         problem = "warning   training and the rest take longer than the budget"
         is_given = len(request.held_out) < 2  # with --valid or --test
-        warnings.append(f"{problem}: take smaller sets" if is_given else problem)
+        remarks.append(f"{problem}: take smaller sets" if is_given else problem)
+    if choice.num_train <= _FEW_PAIRS:
+        help_of = "mtrain augment --help"
+        remarks.append(f"hint      with few pairs, text in one language helps: {help_of}")
     return [
         f"wrote     {request.config_path}: the size `{preset.name}`, a model of "
         f"{megabytes:,.0f} MB",
         f"expect    about {count(training.num_updates, 'update')}, {training.num_epochs:,.1f} "
         f"epochs, in {_format_time(training.training_s)};",
         f"          tokenizing, the last validations and the test sets: {_format_time(num_s)}",
-        *warnings,
+        *remarks,
         f"next      mtrain check {path}",
         f"          mtrain train {path}",
     ]

@@ -655,6 +655,15 @@ def test_init_prints_its_measurements_and_the_next_commands_within_80_columns(sh
     assert "warning" not in str(report)
 
 
+def test_few_pairs_give_a_hint_at_augment(monkeypatch):
+    hint = "hint      with few pairs, text in one language helps: mtrain augment --help"
+    assert hint in init()
+    monkeypatch.setattr(write_config, "_FEW_PAIRS", 360)  # without the 40 that are held out
+    assert hint in init(output="again.yaml", run="again")
+    monkeypatch.setattr(write_config, "_FEW_PAIRS", 359)
+    assert hint not in init(output="more.yaml", run="more")
+
+
 def test_the_next_commands_are_quoted_for_the_shell():
     report = init(output="my own.yaml")
     commands = [shlex.split(line.removeprefix("next")) for line in report[-2:]]
