@@ -1460,7 +1460,8 @@ CONFIG = [
     config(
         "config_file", "integers of any size are accepted", "abs(value) >= 2**64", "value == ''"
     ),
-    config("config_file", "the text no is read as false", '(":bool", ":float",', '(":float",'),
+    config("config_file", "the text no is read as false", '(":bool", ":int",', '(":int",'),
+    config("config_file", "1:30 is read as a number", '":int", ":float",', '":float",'),
     config(
         "config_file",
         "a wrong value is named before an unknown key",

@@ -112,11 +112,11 @@ def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-_MAX_DIGITS = 80  # characters: enough for 64 bits in any base, with sign and underscores
+_MAX_DIGITS = 80  # characters: enough for 64 bits, with sign and underscores
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML 1.1 in which 1e-3 is a number, and `no`, dates, `<<` and `=` are text.
+    """Safe YAML 1.1 in which 1e-3 is a number, 010 is 10, and `no`, dates, 1:30, `<<` are text.
 
     Repeated keys, tags and numbers of more than 64 bits are errors.
     """
@@ -125,7 +125,7 @@ class _Loader(yaml.SafeLoader):
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
-            if not tag.endswith((":bool", ":float", ":timestamp", ":merge", ":value"))
+            if not tag.endswith((":bool", ":int", ":float", ":timestamp", ":merge", ":value"))
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -152,17 +152,19 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = self.construct_scalar(node)
-        value = super().construct_yaml_int(node) if len(text) <= _MAX_DIGITS else None
+        value = int(text) if len(text) <= _MAX_DIGITS else None
         if value is None or abs(value) >= 2**64:
             line, shown = node.start_mark.line + 1, format_value(text)
             raise ConfigError(f"line {line}: must be a number of 64 bits, but is {shown} instead.")
-        return int(value)
+        return value
 
 
+_INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*$")
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|[0-9]*\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+\.)$"
 )
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")

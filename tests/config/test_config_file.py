@@ -510,6 +510,22 @@ def test_a_number_of_more_than_64_bits_is_refused_with_its_line(minimal: Path, n
     assert said.startswith("c.yaml: line 2: must be a number of 64 bits, but is ")
 
 
+@pytest.mark.parametrize(("text", "seed"), [("010", 10), ("08", 8), ("+7", 7), ("1_000", 1000)])
+def test_a_number_with_leading_zeros_is_decimal(minimal: Path, text: str, seed: int) -> None:
+    assert config_file.load(minimal, [f"seed={text}"]).seed == seed
+
+
+@pytest.mark.parametrize("text", ["1:30", "0x1F", "0b11", "0o17", "1__0"])
+def test_minutes_with_seconds_and_numbers_in_another_base_are_refused(
+    minimal: Path, text: str
+) -> None:
+    """In YAML 1.1 1:30 is 90."""
+    with pytest.raises(ConfigError) as caught:
+        config_file.load(minimal, [f"training.max_minutes={text}"])
+    wanted = f"c.yaml: `training.max_minutes` must be a number, but is '{text}' instead."
+    assert str(caught.value) == wanted
+
+
 @pytest.mark.parametrize("text", ["a: 2024-13-45\n", "!!int x: 3\n", "a: \x00\n"])
 def test_yaml_values_that_pyyaml_cannot_construct_are_refused(minimal: Path, text: str) -> None:
     assert message_of(text).startswith("c.yaml: ")
