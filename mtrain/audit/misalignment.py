@@ -25,7 +25,6 @@ _THRESHOLD = 25.0  # nats of evidence that make a finding
 _MAX_NATS = 3.0  # limit of the log-likelihood ratio of one agreement
 
 _NUM_CELLS = (610, 64, 64, NUM_ENDINGS**2, 64)  # of the tables of `_cells`
-_NUM_BITS = np.array([bin(value).count("1") for value in range(256)])  # of each byte
 
 Floats = npt.NDArray[np.float64]
 Read = Callable[[], Iterator[PairWindow]]
@@ -81,11 +80,10 @@ def _cells(src: Records, tgt: Records) -> list[Ints]:
 
 def _overlaps(src: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> Ints:
     """Return cells of pairs of bit sets, by their sizes and the size of their intersection."""
-    sizes = []
-    for bits in (src, tgt, src & tgt):
-        octets = np.ascontiguousarray(bits).view(np.uint8).reshape(len(bits), -1)
-        sizes.append(np.minimum(_NUM_BITS[octets].sum(1), 3))
-    cells: Ints = sizes[0] * 16 + sizes[1] * 4 + sizes[2]
+    num_src, num_tgt, num_both = (
+        np.minimum(np.bitwise_count(bits), 3).astype(np.int64) for bits in (src, tgt, src & tgt)
+    )
+    cells: Ints = num_src * 16 + num_tgt * 4 + num_both
     return cells
 
 
