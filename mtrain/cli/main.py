@@ -112,11 +112,11 @@ def _show_version(is_asked: bool) -> None:
     print(f"mtrain     {__version__}", flush=True)  # before the slow import of PyTorch
     try:
         from mtrain.ops import native
-        from mtrain.runtime import versions
+        from mtrain.runtime import device
     except (ImportError, OSError) as error:
         print(f"torch      cannot be loaded: {error}")
         raise typer.Exit(2) from None
-    console.put(versions.describe(native.describe), None)
+    console.put(device.describe(native.describe), None)
     raise typer.Exit
 
 

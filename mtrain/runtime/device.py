@@ -1,4 +1,4 @@
-"""The device, its compute type, and process-wide settings of memory and attention."""
+"""The device, its compute type, versions, and process-wide settings of memory and attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -85,6 +85,29 @@ def keep_freed_memory() -> None:
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(top_pad, 256 << 20)
+
+
+def describe(kernels: Callable[[], str]) -> Iterator[str]:
+    """Yield versions, the device and precision that `auto` selects, and kernels.
+
+    Args:
+        kernels: `ops.native.describe`, which says whether the operations on a CPU are compiled.
+
+    Raises:
+        ConfigError: after the versions, if the GPU or the kernels cannot be used.
+    """
+    yield f"python     {platform.python_version()}"
+    yield f"torch      {torch.__version__}"
+    device = pick_device("auto")
+    dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        details = f"{properties.name}, {properties.total_memory / 2**30:,.0f} GiB"
+    else:
+        details = f"{processor()}, {count(torch.get_num_threads(), 'thread')}"
+    yield f"device     {device}, {details}"
+    yield f"precision  {dtype} in training, float32 in translation, unless asked otherwise"
+    yield f"kernels    {kernels()}"
 
 
 def processor() -> str:

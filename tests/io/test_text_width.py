@@ -12,7 +12,7 @@ import torch
 from conftest import Cli, open_terminal, sent_to_a_terminal
 from tasks import tiny_tree, write_config, write_task
 
-import mtrain.runtime.versions
+import mtrain.runtime.device
 from mtrain.data.prepare import ParallelLines
 from mtrain.errors import ConfigError
 from mtrain.io.text_width import fitted
@@ -52,8 +52,8 @@ def test_version_prints_the_number_of_cpu_threads(
 def test_version_is_printed_even_if_torch_cannot_be_loaded(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "mtrain.runtime.versions", raising=False)
-    monkeypatch.delattr(mtrain.runtime, "versions", raising=False)
+    monkeypatch.delitem(sys.modules, "mtrain.runtime.device", raising=False)
+    monkeypatch.delattr(mtrain.runtime, "device", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     outcome = cli("--version")
     assert outcome.code == 2
@@ -67,7 +67,7 @@ def test_version_is_printed_even_if_the_gpu_cannot_be_used(
     def refuse(name: str) -> torch.device:
         raise ConfigError("`device` is 'cuda', but this GPU cannot be used.")
 
-    monkeypatch.setattr(mtrain.runtime.versions, "pick_device", refuse)
+    monkeypatch.setattr(mtrain.runtime.device, "pick_device", refuse)
     outcome = cli("--version")
     assert outcome.code == 2
     assert [line.split()[0] for line in outcome.lines] == ["mtrain", "python", "torch"]
