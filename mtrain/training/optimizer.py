@@ -43,8 +43,6 @@ class UncompiledOptimizer(Optimizer):
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
-    state_dict = inspect.unwrap(Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
 
 class Adam(UncompiledOptimizer, AdamW):
