@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -156,13 +156,16 @@ class SyntheticCorpus(_CorpusSection):
 TableCorpus = TsvCorpus | JsonlCorpus | ParquetCorpus | HubCorpus | SyntheticCorpus
 
 
+_AnyForm = (
+    Annotated[FilesCorpus, Tag("files")]
+    | Annotated[TsvCorpus, Tag("tsv")]
+    | Annotated[JsonlCorpus, Tag("jsonl")]
+    | Annotated[ParquetCorpus, Tag("parquet")]
+    | Annotated[HubCorpus, Tag("hub")]
+    | Annotated[SyntheticCorpus, Tag("synthetic")]
+)
 FORMS: dict[str, type[FilesCorpus | TableCorpus]] = {
-    "files": FilesCorpus,
-    "tsv": TsvCorpus,
-    "jsonl": JsonlCorpus,
-    "parquet": ParquetCorpus,
-    "hub": HubCorpus,
-    "synthetic": SyntheticCorpus,
+    tag.tag: form for form, tag in map(get_args, get_args(_AnyForm))
 }
 MIXTURE = "mixture"
 
@@ -198,14 +201,6 @@ def _refuse_keys_of_a_mixture(corpus: object) -> object:
     return corpus
 
 
-_AnyForm = (
-    Annotated[FilesCorpus, Tag("files")]
-    | Annotated[TsvCorpus, Tag("tsv")]
-    | Annotated[JsonlCorpus, Tag("jsonl")]
-    | Annotated[ParquetCorpus, Tag("parquet")]
-    | Annotated[HubCorpus, Tag("hub")]
-    | Annotated[SyntheticCorpus, Tag("synthetic")]
-)
 _Mixture = Annotated[
     list[Annotated[_AnyForm, Discriminator(_form), BeforeValidator(_check_form)]],
     Field(min_length=1),
