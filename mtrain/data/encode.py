@@ -8,7 +8,7 @@ of cores.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, compress, islice
@@ -222,11 +222,8 @@ def collect(
         num_tgt = sum(tgt * count for _, tgt, count in stats.lengths)
         shards.append(Shard(stats.corpus, stats.num_kept, num_src, num_tgt))
     arrow_shards.write_manifest(directory, Manifest(entries, shards))
-    check_shares(
-        [entry.name for entry in entries],
-        [entry.weight for entry in entries],
-        sum(shard.num_pairs for shard in shards),
-    )
+    weights = {entry.name: entry.weight for entry in entries}
+    check_shares(weights, sum(shard.num_pairs for shard in shards))
 
 
 def _num_dropped(parts: Sequence[PartStats]) -> Counter[str]:
@@ -258,13 +255,13 @@ def corpus_stats(parts: Sequence[PartStats], corpora: Sequence[NamedCorpus]) -> 
     return CorpusStats(longest_src, least, most, num_copied / lengths.total())
 
 
-def check_shares(names: Sequence[str], weights: Sequence[float], num_pairs: int) -> None:
-    """Check that an epoch has at least one pair of each corpus of a mixture.
+def check_shares(weights: Mapping[str, float], num_pairs: int) -> None:
+    """Check that an epoch has at least one pair of each corpus, given their weights by name.
 
     Raises:
         ConfigError: if a corpus has none.
     """
-    for name, count in zip(names, apportion(num_pairs, weights), strict=True):
+    for name, count in zip(weights, apportion(num_pairs, [*weights.values()]), strict=True):
         if count == 0:
             raise ConfigError(
                 f"`{name}.weight` must be enough for one of the {num_pairs:,} pairs of an epoch, "

@@ -284,10 +284,10 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> d
             num_pairs[part.corpus or name] += part.num_pairs
     train = corpora_of(data.train)
     sizes = {named.name: num_pairs[named.name] for named in train}
-    weights = [
-        weight_of(sizes[named.name], named.corpus.weight, data.temperature) for named in train
-    ]
-    encode.check_shares(list(sizes), weights, sum(sizes.values()))
+    weights = {
+        name: weight_of(sizes[name], corpus.weight, data.temperature) for name, corpus in train
+    }
+    encode.check_shares(weights, sum(sizes.values()))
     return sizes
 
 
