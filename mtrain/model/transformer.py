@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,7 +74,10 @@ class Transformer(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.cache_dtype: torch.dtype | None = None
         self._initialise()
-        self._tie(config.tie_embeddings)
+        if config.tie_embeddings != "none":
+            self.output.weight = self.tgt_embedding.weight
+        if config.tie_embeddings == "all":
+            self.src_embedding.weight = self.tgt_embedding.weight
 
     def forward(
         self,
@@ -367,12 +370,6 @@ class Transformer(nn.Module):
                 nn.init.xavier_uniform_(module.outer.weight, gain=gain)
             elif isinstance(module, (SelfAttention, CrossAttention)):
                 nn.init.xavier_uniform_(module.output.weight, gain=gain)
-
-    def _tie(self, tie: Literal["all", "decoder", "none"]) -> None:
-        if tie != "none":
-            self.output.weight = self.tgt_embedding.weight
-        if tie == "all":
-            self.src_embedding.weight = self.tgt_embedding.weight
 
 
 class Positions(nn.Module):
