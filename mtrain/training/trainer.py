@@ -92,11 +92,9 @@ def train(
     device.keep_freed_memory()
     if process_group.is_first:
         check_unfinished(run)
-    lock = run.locked() if process_group.is_first else nullcontext()
-    if not process_group.is_first:
-        log = RunLog(None, console=None, has_bar=False)
-    elif log is None:
-        log = RunLog(run.metrics_path)
+        lock, log = run.locked(), log or RunLog(run.metrics_path)
+    else:
+        lock, log = nullcontext(), RunLog(None, console=None, has_bar=False)
     with lock, log:
         _check_shared(run, process_group)
         trainer = Trainer(config, run, log, process_group)
