@@ -82,11 +82,9 @@ class Vocabulary:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line, without bos and eos."""
-        ids: list[list[int]]
         if len(lines) < _NUM_BATCHED:
-            ids = [self._processor.encode(line) for line in lines]
-        else:
-            ids = self._processor.encode(list(lines), num_threads=_num_threads(lines))
+            return [self._processor.encode(line) for line in lines]
+        ids: list[list[int]] = self._processor.encode(list(lines), num_threads=_num_threads(lines))
         return ids
 
     def sample(self, lines: Sequence[str], alpha: float, seed: int) -> list[list[int]]:
@@ -139,10 +137,8 @@ class Vocabulary:
                 return [known[piece]]
             return [byte_of.get(f"<0x{byte:02X}>", self.unk) for byte in piece.encode()]
 
-        return [
-            ids_of(merges.sample(text, alpha, rng))
-            for text in map(self._processor.normalize, lines)
-        ]
+        normalised = map(self._processor.normalize, lines)
+        return [ids_of(merges.sample(text, alpha, rng)) for text in normalised]
 
     @cached_property
     def _merges(self) -> tuple[Merges, dict[str, int], dict[str, int]]:
