@@ -40,7 +40,7 @@ class AuditFinding:
     @property
     def share(self) -> float:
         """The share of pairs or files with the problem."""
-        return self.count / max(self.total, 1)
+        return self.count / self.total
 
     def rank(self) -> tuple[int, float]:
         """Return a key to sort by severity, then by the share of pairs; files come last."""

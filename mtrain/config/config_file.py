@@ -319,7 +319,6 @@ _EXPECTED: Mapping[str, str] = {
     "less_than": "< {lt}",
     "less_than_equal": "<= {le}",
     "int_type": "a whole number",
-    "int_from_float": "a whole number",
     "int_parsing": "a whole number",
     "float_type": "a number",
     "float_parsing": "a number",
@@ -335,7 +334,6 @@ _EXPECTED: Mapping[str, str] = {
     "dict_type": "a mapping of names to values",
     "model_type": "a section of keys",
     "union_tag_invalid": "one corpus, and no list of them",
-    "model_attributes_type": "a section of keys",
     "literal_error": "{expected}",
 }
 
