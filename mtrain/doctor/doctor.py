@@ -32,7 +32,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.training.schedule import follows_clock, is_finished
+from mtrain.training.schedule import follows_clock, reached_limits
 
 T = TypeVar("T")
 Verdict = Literal["ok", "skipped", "changed", "warn", "FAILED"]
@@ -223,7 +223,7 @@ class _RunChecker:
         if not self.whole or self.config is None:
             return True
         progress = checkpoint.load_progress(self.whole[max(self.whole)])
-        return not is_finished(self.config.training, progress)
+        return not reached_limits(self.config.training, progress)
 
     def _check_translations(self) -> Iterator[CheckResult | str]:
         step = None

@@ -51,11 +51,6 @@ def follows_clock(config: Config) -> bool:
     return config.training.max_minutes is not None and follows
 
 
-def is_finished(config: TrainingConfig, progress: Progress) -> bool:
-    """Return whether the budget or the patience (early stopping) is used up."""
-    return bool(reached_limits(config, progress))
-
-
 def reached_limits(config: TrainingConfig, progress: Progress) -> list[str]:
     """Return the keys of `training` whose limits are reached; any of them ends the training."""
     used = {

@@ -48,7 +48,6 @@ from mtrain.training.schedule import (
     budget_spent,
     follows_clock,
     format_stopping_rule,
-    is_finished,
     learning_rate,
     reached_limits,
 )
@@ -552,7 +551,7 @@ class Trainer:
         return budget_spent(self.settings, self.state.progress)
 
     def _is_finished(self) -> bool:
-        return is_finished(self.settings, self.state.progress)
+        return bool(reached_limits(self.settings, self.state.progress))
 
     def _is_past_start(self) -> bool:
         """Return whether outputs should depend on the source; early in training they do not."""
