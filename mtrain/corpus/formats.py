@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from mtrain.config.corpora import (
     Corpus,
@@ -121,7 +121,7 @@ def paths_of(corpus: Corpus) -> list[str]:
         folder = Path(corpus.hub)
         return sorted(
             str(path)
-            for path in filter(os.path.isfile, folder.rglob("*") if _is_local(corpus) else ())
+            for path in filter(os.path.isfile, () if is_of_the_hub(corpus) else folder.rglob("*"))
             if not any(name.startswith(".") for name in path.relative_to(folder).parts)
         )
     return [*corpus.src, *corpus.tgt]
@@ -140,7 +140,7 @@ def check_regular(paths: Iterable[str | Path]) -> None:
 
 def revision_of(corpus: Corpus) -> dict[str, str]:
     """Return {name: commit, or OFFLINE} of a corpus on the hub; empty for a local corpus."""
-    if not isinstance(corpus, HubCorpus) or _is_local(corpus):
+    if not is_of_the_hub(corpus):
         return {}
     commit, revision = _resolve(corpus.hub, corpus.revision), corpus.revision or ""
     if commit is None:  # a branch or a tag may have moved since it was read into the cache
@@ -148,8 +148,10 @@ def revision_of(corpus: Corpus) -> dict[str, str]:
     return {_name_of(corpus): commit}
 
 
-def _is_local(corpus: HubCorpus) -> bool:
-    return os.path.isdir(corpus.hub)  # noqa: PTH112 - `is_dir` may raise PermissionError
+def is_of_the_hub(corpus: Corpus) -> TypeGuard[HubCorpus]:
+    """Tell whether a corpus is a data set of the hub, not a local folder in its form."""
+    # `is_dir` may raise PermissionError
+    return isinstance(corpus, HubCorpus) and not os.path.isdir(corpus.hub)  # noqa: PTH112
 
 
 def _name_of(corpus: HubCorpus) -> str:
@@ -286,7 +288,7 @@ def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
 
 def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Iterator[Row | Fault]:
     fields, name = _Fields(corpus.src, corpus.tgt), _name_of(corpus)
-    is_local = _is_local(corpus)
+    is_local = not is_of_the_hub(corpus)
     if is_local and corpus.revision is not None:
         raise DataError(
             f"{name}: must have no `revision`, for it is a local folder, but has "

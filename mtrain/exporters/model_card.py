@@ -7,15 +7,14 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard
 
 import yaml
 
 from mtrain import __version__
-from mtrain.config.corpora import Corpus, HubCorpus, corpora_of
+from mtrain.config.corpora import Corpus, corpora_of
 from mtrain.config.sections import Config, DecodingConfig
 from mtrain.corpus import dropped
-from mtrain.corpus.formats import paths_of
+from mtrain.corpus.formats import is_of_the_hub, paths_of
 from mtrain.corpus.reader import FileMark
 from mtrain.data import loader, prepare
 from mtrain.decode.translator import Translator
@@ -91,7 +90,7 @@ def readme(
         "tags": ["translation", exporter.TAG, "mtrain"],
     }
     corpora = [named.corpus for named in corpora_of(config.data.train)]
-    if hubs := [corpus.hub for corpus in corpora if _is_of_the_hub(corpus)]:
+    if hubs := [corpus.hub for corpus in corpora if is_of_the_hub(corpus)]:
         tree["datasets"] = list(dict.fromkeys(hubs))
     if results:
         tree["metrics"] = list(
@@ -173,7 +172,7 @@ def _model_index(config: Config, results: Sequence[TestResult]) -> list[dict[str
             f"{line}\n" for side in (result.lines.src, *result.lines.refs) for line in side
         )
         corpus = config.data.tests.get(result.name)
-        kind = corpus.hub if corpus is not None and _is_of_the_hub(corpus) else "text"
+        kind = corpus.hub if corpus is not None and is_of_the_hub(corpus) else "text"
         digest = hashlib.sha256(text.encode()).hexdigest()
         dataset_args = {"src": src, "tgt": tgt, "lines": len(result.lines.src), "sha256": digest}
         metrics = []
@@ -196,10 +195,6 @@ def _model_index(config: Config, results: Sequence[TestResult]) -> list[dict[str
 
 def _metric_type(score: Score) -> str:
     return score.metric.lower().rstrip("+0123456789")
-
-
-def _is_of_the_hub(corpus: Corpus) -> TypeGuard[HubCorpus]:
-    return isinstance(corpus, HubCorpus) and not Path(corpus.hub).is_dir()
 
 
 def _escaped(cell: str) -> str:
@@ -254,7 +249,7 @@ def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
     """Yield the name of each file, and its SHA-256 when it was tokenized, if known."""
-    if _is_of_the_hub(corpus):
+    if is_of_the_hub(corpus):
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return
     for path in paths_of(corpus):

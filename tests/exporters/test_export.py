@@ -1458,6 +1458,11 @@ def test_a_card_names_data_sets_of_the_hub(trained: RunDir) -> None:
     assert tree["datasets"] == ["wmt/wmt14"]
 
 
+def test_a_card_names_a_data_set_whose_path_cannot_be_looked_up(trained: RunDir) -> None:
+    hub = HubCorpus(hub="x" * 256, split="train", src="de", tgt="en")  # no name of a file
+    assert f"| training | {hub.hub}, train | of the hub |" in card_with(trained, train=hub)
+
+
 def test_an_invalid_licence_is_refused_and_missing_scores_are_reported(
     cli: Cli, run: RunDir, tmp_path: Path
 ) -> None:
