@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtrain import __version__
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, format_value
 from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode import shortlist
@@ -376,14 +376,9 @@ def check_supported(library: Library, config: Config) -> None:
     elsewhere = f"; {' or '.join(holders)} supports it" if holders else ""
     for requirement in unmet[library]:
         raise ConfigError(
-            f"`{requirement.key}` must be {_written(requirement.value)} for {requirement.why}, but "
-            f"is {_written(requirement.value_in(config))} instead{elsewhere}."
+            f"`{requirement.key}` must be {format_value(requirement.value)} for {requirement.why}, "
+            f"but is {format_value(requirement.value_in(config))} instead{elsewhere}."
         )
-
-
-def _written(value: object) -> str:
-    """Format a value of a config as in YAML, with text in quotes."""
-    return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _read_held_out(
