@@ -178,16 +178,14 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         settings = _settings(request, config, real)
         for corpus in [*real, config.data.valid, *config.data.tests.values()]:
             settings |= {f"revision of {name}": sha for name, sha in revision_of(corpus).items()}
-        num_done = _begin(work_dir, settings, output) if process_group.is_first else 0
+        num_done = _begin(work_dir, settings) if process_group.is_first else 0
         num_done = int(process_group.broadcast_float(num_done))
-        if num_done and process_group.is_first:
-            console.say(
-                f"{output}: goes on after {min(num_done * PART_LINES, text.num_rows):,} lines"
-            )
-        engines = [*map(partial(_load_engine, request), request.groups, directions)]
-        judge = _load_judge(request)
         number = num_done
         first = num_done * PART_LINES
+        if num_done and process_group.is_first:
+            console.say(f"{output}: goes on after {min(first, text.num_rows):,} lines")
+        engines = [*map(partial(_load_engine, request), request.groups, directions)]
+        judge = _load_judge(request)
         with ExitStack() as stack:
             translated = [
                 stack.enter_context(closing(_translate(engine, text, first))) for engine in engines
@@ -330,7 +328,7 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
         )
 
 
-def _begin(work_dir: Path, settings: Tree, output: Path) -> int:
+def _begin(work_dir: Path, settings: Tree) -> int:
     """Return the number of done parts; compare the settings with theirs, or write the settings."""
     path = work_dir / "settings.json"
     sweep(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,15 +53,15 @@ class AugmentOptions:
     def __post_init__(self) -> None:
         if self.sampling is not None:
             why = "has no effect with `--sample`; leave it out"
-            _refuse({"--beam": self.beam}, why)
+            _refuse("--beam", self.beam, why)
             if not self.needs_scores:
-                _refuse({"--length-alpha": self.length_alpha}, why)
+                _refuse("--length-alpha", self.length_alpha, why)
         else:
-            _refuse({"--seed": self.seed}, "needs `--sample`")
+            _refuse("--seed", self.seed, "needs `--sample`")
         if self.weight is not None and not self.weight > 0:
             raise ConfigError(f"`--weight` must be > 0, but is {self.weight} instead.")
         if self.keep_best is None:
-            _refuse({"--agree-with": self.agree_with}, "needs `--keep-best`")
+            _refuse("--agree-with", self.agree_with, "needs `--keep-best`")
         elif not _LEAST_SHARE <= self.keep_best <= 1:
             raise ConfigError(
                 f"`--keep-best` must be from {_LEAST_SHARE} to 1, but is {self.keep_best} instead."
@@ -74,7 +74,7 @@ class AugmentOptions:
             ConfigError: if they do not.
         """
         if mode == "again":
-            _refuse({"--agree-with": self.agree_with}, "has no effect with `--again`; leave it out")
+            _refuse("--agree-with", self.agree_with, "has no effect with `--again`; leave it out")
         for width in [] if self.sampling else [self.beam or beam for beam in beams]:
             if self.n_best > width:
                 raise ConfigError(
@@ -113,7 +113,6 @@ def mode_of(has_back: bool, has_forward: bool, is_again: bool) -> Mode:
     return modes[0]
 
 
-def _refuse(options: Mapping[str, object], why: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(f"`{name}` {why}.")
+def _refuse(option: str, value: object, why: str) -> None:
+    if value is not None:
+        raise ConfigError(f"`{option}` {why}.")
