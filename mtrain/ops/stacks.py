@@ -125,11 +125,19 @@ class _CompiledStack:
         window: int | None = None,
     ) -> Self | None:
         """Return the compiled modules; None where they must run one operation after the other."""
-        if not _can_be_compiled(layers, (*inputs, *maps)):
+        others = (*inputs, *maps)
+        if not layers or not all(map(_has_packed_weights, (*layers, others))):
             return None
-        d_model = layers[0].inner.in_features
-        is_usable = _is_table(inputs[0], d_model)
-        is_usable &= all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
+        modules, parameters = _descendants(layers, others)
+        d_model, d_ff = layers[0].inner.in_features, layers[0].inner.out_features
+        is_usable = (
+            all(_has_widths(layer, d_model, d_ff) for layer in layers)
+            and all(map(is_bare, modules))
+            and not any(isinstance(module, Dropout) and module.is_active for module in modules)
+            and not any(parameter.is_inference() for parameter in parameters)
+            and _is_table(inputs[0], d_model)
+            and all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
+        )
         return cls(layers, inputs, num_heads, maps, window) if is_usable else None
 
     def is_current(self) -> bool:
@@ -320,19 +328,6 @@ def _descendants(
     modules = [module for root in roots for module in root.modules()]
     parameters = (value for module in modules for value in module._parameters.values())
     return modules, [parameter for parameter in parameters if parameter is not None]
-
-
-def _can_be_compiled(layers: Sequence[LayerModules], others: Sequence[nn.Module]) -> bool:
-    if not layers or not all(map(_has_packed_weights, (*layers, others))):
-        return False
-    modules, parameters = _descendants(layers, others)
-    d_model, d_ff = layers[0].inner.in_features, layers[0].inner.out_features
-    return (
-        all(_has_widths(layer, d_model, d_ff) for layer in layers)
-        and all(map(is_bare, modules))
-        and not any(isinstance(module, Dropout) and module.is_active for module in modules)
-        and not any(parameter.is_inference() for parameter in parameters)
-    )
 
 
 def _has_packed_weights(modules: Iterable[nn.Module | None]) -> bool:
