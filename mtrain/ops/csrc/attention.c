@@ -57,9 +57,9 @@ static inline void fill_dropout(float *factors, const attention_shape *at, uint3
 
 /* c [n, k] = a b scale, up to four rows and `vectors` vectors of columns: k-group i of row r of a is at
  * r * a_row + i * a_column, b is packed by pack_columns. */
-static inline __attribute__((always_inline)) void product_tile(
-    elem *c, int64_t c_row, int64_t n, int64_t k, const elem *a, int64_t a_row, int64_t a_column,
-    const uint32_t *b, int64_t inner, int64_t wide, float scale, int vectors) {
+static INLINE void product_tile(elem *c, int64_t c_row, int64_t n, int64_t k, const elem *a, int64_t a_row,
+                                int64_t a_column, const uint32_t *b, int64_t inner, int64_t wide, float scale,
+                                int vectors) {
     vec_float sums[4][2] = {{{0}}};
     for (int64_t i = 0; i < inner; i++)
         for (int v = 0; v < vectors; v++) {
@@ -146,10 +146,8 @@ static inline void pack_transposed(uint32_t *to, const elem *from, int64_t strid
 }
 
 /* Add the products of the k-group at `at`, of `size` numbers, to the scores of KEY_BLOCK rows. */
-static inline __attribute__((always_inline)) void add_products(vec_float *sums,
-                                                                   const elem *const *rows,
-                                                                   int64_t at, int64_t size,
-                                                                   const uint32_t *across) {
+static INLINE void add_products(vec_float *sums, const elem *const *rows, int64_t at, int64_t size,
+                                const uint32_t *across) {
     vec_u32 others;
     memcpy(&others, across, sizeof others);
     for (int r = 0; r < KEY_BLOCK; r++) {
@@ -304,15 +302,13 @@ status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, con
 }
 
 /* Prefetch numbers `from` to `to` - 1 of a row of a cache, of `size` bytes each. */
-static inline __attribute__((always_inline)) void prefetch_cached(const char *row, int64_t from, int64_t to,
-                                                                  int64_t size) {
+static INLINE void prefetch_cached(const char *row, int64_t from, int64_t to, int64_t size) {
     for (int64_t i = from * size; i < to * size; i += ALIGNMENT) __builtin_prefetch(row + i, 0, 2);
 }
 
 /* Load `n` numbers, at most a vector, from number `at` of a row of a cache, zero-padded; `size` is the size
  * of a number in bytes, that of bfloat16 or of elem. */
-static inline __attribute__((always_inline)) vec_float load_cached(const char *row, int64_t at, int64_t n,
-                                                                   int64_t size) {
+static INLINE vec_float load_cached(const char *row, int64_t at, int64_t n, int64_t size) {
     if (size == sizeof(elem)) return load_vec((const elem *)row + at, min_of(n, LANES));
     const bf16 *from = (const bf16 *)row + at;
     vec_half numbers = {0};
@@ -325,9 +321,9 @@ static inline __attribute__((always_inline)) vec_float load_cached(const char *r
 /* The attention of one query, all heads, to the `length` cache rows `seen`, of numbers of `size` bytes.
  * `probs` is a buffer of `length` numbers, rounded up to whole vectors. Each head prefetches a part of the
  * `num_next` rows of the next query: all at once would exceed the outstanding loads of the memory system. */
-static inline __attribute__((always_inline)) void attend_slots(
-    const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
-    int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
+static INLINE void attend_slots(const elem *query, const char *const *seen, int64_t size, int64_t length,
+                                const char *const *next, int64_t num_next, float *probs, elem *out,
+                                int64_t heads, int64_t k, float scale) {
     int64_t padded = round_up(length, LANES);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t t = num_next * h / heads; t < num_next * (h + 1) / heads; t++)
@@ -381,10 +377,9 @@ static inline __attribute__((always_inline)) void attend_slots(
 /* attend_slots for four heads, the first at number `at` of a row; `width` is d, and k a multiple of LANES.
  * `probs` is a buffer of four numbers for each slot, rounded up to whole vectors. The keys of the next query
  * are prefetched while keys are read, its values while values are read. */
-static inline __attribute__((always_inline)) void attend_four(
-    const elem *query, const char *const *seen, int64_t size, int64_t at, int64_t length,
-    const char *const *next, int64_t num_next, float *probs, elem *out, int64_t width, int64_t k,
-    float scale) {
+static INLINE void attend_four(const elem *query, const char *const *seen, int64_t size, int64_t at,
+                               int64_t length, const char *const *next, int64_t num_next, float *probs,
+                               elem *out, int64_t width, int64_t k, float scale) {
     int64_t count = FOUR * length;
     for (int64_t t = 0; t < length; t++) {
         vec_float dots[FOUR] = {{0}};
@@ -448,9 +443,9 @@ static inline int64_t gather_rows(const char **found, const char *cache, const i
 
 /* The attention of one query by attend_four if it supports the heads, else by attend_slots. k of attend_four,
  * and `size`, are constants where they are inlined. */
-static inline __attribute__((always_inline)) void attend(
-    const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
-    int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
+static INLINE void attend(const elem *query, const char *const *seen, int64_t size, int64_t length,
+                          const char *const *next, int64_t num_next, float *probs, elem *out, int64_t heads,
+                          int64_t k, float scale) {
 #define ATTEND_FOUR(k) \
     for (int64_t i = 0; i < heads * k; i += FOUR * k) \
     attend_four(query + i, seen, size, i, length, next, num_next, probs, out + i, heads * k, k, scale)

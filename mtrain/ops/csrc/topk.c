@@ -30,7 +30,7 @@ status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, fl
         float *best = log_probs + r * count, top = -INFINITY;
         double sum = 0.0;
         for (int64_t b = 0; b < blocks; b++) {
-            int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
+            int64_t end = min_of((b + 1) * BLOCK, width);
             float most = -INFINITY;
 #pragma omp simd reduction(max : most)
             for (int64_t i = b * BLOCK; i < end; i++) most = load(row[i]) > most ? load(row[i]) : most;
@@ -38,7 +38,7 @@ status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, fl
             top = most > top ? most : top;
         }
         for (int64_t first = 0; first < width; first += PART) {
-            int64_t end = first + PART < width ? first + PART : width;
+            int64_t end = min_of(first + PART, width);
             float part = 0.0f;
 #pragma omp simd reduction(+ : part)
             for (int64_t i = first; i < end; i++) part += exp_(load(row[i]) - top);
@@ -47,7 +47,7 @@ status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, fl
         float threshold = nth_greatest(tops, blocks, count + num_never, tops + blocks);
         for (int64_t b = 0; b < blocks; b++) {
             if (tops[b] < threshold || (found == count && !(tops[b] > best[count - 1]))) continue;
-            int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
+            int64_t end = min_of((b + 1) * BLOCK, width);
             for (int64_t i = b * BLOCK; i < end; i++) {
                 float x = load(row[i]);
                 int is_taken = found < count || x > best[count - 1];
