@@ -243,14 +243,17 @@ class Translator:
         for model in self.ensemble.models:
             if model.training:  # `eval` visits every module
                 model.eval()
-        rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
+        lengths = [len(source.ids) for source in sources]
+        rows = sorted(range(len(sources)), key=lambda row: -lengths[row])
+        max_cells = self.options.batch_tokens / (NUM_GROUPS * self.options.num_targets)
         # a GPU needs large batches, and not several threads
         num_workers = num_threads() if self.device.type == "cpu" else 1
         per_rank = int(self.process_group.broadcast_float(num_workers))
         count = per_rank * self.process_group.size
         first = per_rank * self.process_group.rank
         groups_of = [
-            self._groups(sources, rows[start::count]) for start in range(first, first + per_rank)
+            list(_cut(rows[start::count], lengths, max_cells))
+            for start in range(first, first + per_rank)
         ]
         call = SearchCall(
             {row: sources[row] for groups in groups_of for rows in groups for row in rows},
@@ -281,11 +284,6 @@ class Translator:
                 for row, hypotheses in json.loads(part)
             }
         return [best[row] for row in range(num_sources)]
-
-    def _groups(self, sources: Sequence[EncodedSource], rows: list[int]) -> list[list[int]]:
-        """Cut rows, the longest source first, into groups that are admitted together."""
-        max_cells = self.options.batch_tokens / (NUM_GROUPS * self.options.num_targets)
-        return [rows[cut] for cut in _cut([len(sources[row].ids) for row in rows], max_cells)]
 
     @torch.inference_mode()
     def _sample(
@@ -406,9 +404,8 @@ class Translator:
             for source, target in zip(sources, targets, strict=True)
         ]
         rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        cuts = _cut([lengths[row] for row in rows], self.options.batch_tokens // 4)
-        first, num_ranks = self.process_group.rank, self.process_group.size
-        return [rows[cut] for cut in islice(cuts, first, None, num_ranks)]
+        batches = _cut(rows, lengths, self.options.batch_tokens // 4)
+        return list(islice(batches, self.process_group.rank, None, self.process_group.size))
 
     def _pad_pairs(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]], rows: list[int]
@@ -435,15 +432,13 @@ def _draw_uniform(sources: list[EncodedSource], num_samples: int, length: int) -
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
-    """Yield slices of rows, longest first: of at most `max_cells` padded cells, or of one row."""
+def _cut(rows: list[int], lengths: list[int], max_cells: float) -> Iterator[list[int]]:
+    """Cut rows, the longest first, into parts of at most `max_cells` padded cells, or one row."""
     first = 0
-    for row in range(1, len(lengths)):
-        if (row - first + 1) * lengths[first] > max_cells:
-            yield slice(first, row)
-            first = row
-    if lengths:
-        yield slice(first, len(lengths))
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end - first + 1) * lengths[rows[first]] > max_cells:
+            yield rows[first:end]
+            first = end
 
 
 def load(
