@@ -284,26 +284,23 @@ class LineTranslator:
         tgt, max_extra_tokens = self.translator.tokenizer.tgt, self.options.max_extra_tokens
         sources = [part.source for part in parts]
         best_of, retried = search(self.translator, sources, pending)
-        part_of = [part for part, best in zip(parts, best_of, strict=True) for _ in best]
-        was_retried = [row in retried for row, best in enumerate(best_of) for _ in best]
-        hypotheses = [hypothesis for best in best_of for hypothesis in best]
-        texts = tgt.decode([hypothesis.ids for hypothesis in hypotheses])
-        translations = iter(
-            Translation(
-                text,
-                tuple(tgt.pieces_of([*hypothesis.ids, tgt.eos])),
-                tuple(hypothesis.log_probs),
-                hypothesis.log_prob,
-                hypothesis.score,
-                None,
-                ("limit",) * (len(hypothesis.ids) >= part.source.max_length(max_extra_tokens))
-                + ("retried",) * is_retried,
-            )
-            for text, part, hypothesis, is_retried in zip(
-                texts, part_of, hypotheses, was_retried, strict=True
-            )
-        )
-        ranked_of = [list(islice(translations, len(best))) for best in best_of]
+        texts = iter(tgt.decode([hypothesis.ids for best in best_of for hypothesis in best]))
+        ranked_of = [
+            [
+                Translation(
+                    next(texts),
+                    tuple(tgt.pieces_of([*hypothesis.ids, tgt.eos])),
+                    tuple(hypothesis.log_probs),
+                    hypothesis.log_prob,
+                    hypothesis.score,
+                    None,
+                    ("limit",) * (len(hypothesis.ids) >= source.max_length(max_extra_tokens))
+                    + ("retried",) * (row in retried),
+                )
+                for hypothesis in best
+            ]
+            for row, (source, best) in enumerate(zip(sources, best_of, strict=True))
+        ]
         ranked_of = self._reordered(parts, ranked_of)
         ranked_of = [ranked[: self.options.num_best] for ranked in ranked_of]
         return self._aligned(parts, ranked_of) if self.options.with_alignment else ranked_of
