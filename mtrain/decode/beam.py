@@ -487,10 +487,7 @@ class Candidates(NamedTuple):
 def _best_tokens(
     logits_NV: Logits, rows: OpenRows, constraints: Constraints, options: DecodingOptions
 ) -> Candidates:
-    """Return at least the W best allowed next tokens of each row; disallowed ones have -inf.
-
-    With `argmax_only` the log-probability of the best token is 0.
-    """
+    """Return at least the W best allowed next tokens of each row; disallowed ones have -inf."""
 
     def find_top(count: int) -> Candidates:
         if not constraints.shortlists:
@@ -504,10 +501,7 @@ def _best_tokens(
         top = find_top(options.beam + num_repeats)
         repeat_L, candidate_L = (top.ids_NC[row_L] == ids_L[:, None]).nonzero()
         top.log_prob_NC[row_L[repeat_L], candidate_L] = -np.inf
-    elif options.argmax_only and constraints.shortlists:
-        top = find_top(1)
-        top.log_prob_NC[np.isfinite(top.log_prob_NC)] = 0.0
-    elif options.argmax_only:
+    elif options.argmax_only and not constraints.shortlists:
         ids_N1 = argmax_tokens(logits_NV, constraints.never).cpu().numpy()
         top = Candidates(ids_N1, np.where(ids_N1 < 0, -np.inf, 0.0))
     else:
