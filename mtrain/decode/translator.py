@@ -481,8 +481,8 @@ def load(
         same = (other for other in src_vocabularies if other.model == tokenizer.src.model)
         src_vocabularies.append(next(same, tokenizer.src))
     models = [
-        load_model(run, config.model, tokenizer, loading, device)
-        for run, config, tokenizer in zip(folders, configs, tokenizers, strict=True)
+        load_model(run, tokenizer, loading, device)
+        for run, tokenizer in zip(folders, tokenizers, strict=True)
     ]
     options = options or DecodingOptions.from_config(configs[0])
     _check_same_on_ranks(folders, options, loading)

@@ -53,11 +53,7 @@ class LoadOptions:
 
 @torch.inference_mode(False)  # inference tensors have no version, which packed weights need
 def load_model(
-    run: RunDir,
-    config: ModelConfig,
-    vocabulary: Tokenizer,
-    loading: LoadOptions,
-    device: torch.device,
+    run: RunDir, vocabulary: Tokenizer, loading: LoadOptions, device: torch.device
 ) -> Transformer:
     """Return a run's trained model on `device`, ready to translate.
 
@@ -71,13 +67,13 @@ def load_model(
     path = weights_path(run, loading.step)
     weights = checkpoint.load_model(path, vocabulary.fingerprint())
     num_stored = sum(tensor.numel() for tensor in weights.values())
-    num_needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
+    num_needed = count_weights(run.config.model, len(vocabulary.src), len(vocabulary.tgt))
     if num_needed > num_stored:  # checked before a wrong config makes `build_model` allocate memory
         raise RunError(
             f"{path}: `model` of config.yaml asks for {num_needed:,} weights, but it holds "
             f"{num_stored:,} instead; restore the run's own config.yaml."
         )
-    model = model_with_weights(config, vocabulary, weights, path)
+    model = model_with_weights(run.config.model, vocabulary, weights, path)
     model.to(device).eval()
     if device.type == "cpu":
         model.pack_weights(loading.products)

@@ -700,9 +700,7 @@ def test_int8_weights_on_a_device_other_than_a_cpu_are_an_error(
     with pytest.raises(
         ConfigError, match=r"^`precision` int8 must be on a CPU, but the device is meta instead"
     ):
-        load_model.load_model(
-            trained, trained.config.model, translator.tokenizer, loading, torch.device("meta")
-        )
+        load_model.load_model(trained, translator.tokenizer, loading, torch.device("meta"))
 
 
 def test_nan_weights_are_an_error(trained: RunDir, translator: Translator) -> None:
