@@ -333,11 +333,7 @@ def train_together(
 
 
 def _check_same_config(config: Config, process_group: ProcessGroup) -> None:
-    """Check that all ranks have the same mtrain and config, but for the path of the run folder.
-
-    Raises:
-        ConfigError: if not; it names what differs.
-    """
+    """Raise ConfigError unless all ranks have the same mtrain and config, except `run_dir`."""
     tree = config.model_copy(update={"run_dir": "-"}).model_dump_json()
     messages = process_group.all_gather_bytes(json.dumps([__version__, tree]).encode())
     (version, first), *others = map(json.loads, messages)

@@ -164,12 +164,7 @@ class DecodingOptions:
 
 
 def _check_numbers(options: DecodingOptions | Sampling) -> None:
-    """Check the type and the range of each numeric option.
-
-    Raises:
-        ConfigError: if a value is not a number, not a whole number where it must be, or out of
-            its range.
-    """
+    """Raise ConfigError unless each numeric option has its type and is within its limits."""
     for field in fields(options):
         value = getattr(options, field.name)
         if field.name not in _LIMITS or (value is None and "None" in str(field.type)):

@@ -122,22 +122,14 @@ def remove_dir(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written to a path, before there is work to lose.
-
-    Raises:
-        WriteError: if not.
-    """
+    """Raise WriteError unless a file can be written to a path, before there is work to lose."""
     with _writing(path), temporary_path(path) as beside:
         beside.touch()
 
 
 @contextmanager
 def writable_dir(path: Path) -> Iterator[None]:
-    """Make a folder if needed, and convert any OSError of the context to WriteError.
-
-    Raises:
-        WriteError: for such an error.
-    """
+    """Make a folder if needed, and convert any OSError of the context to WriteError."""
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
         yield

@@ -154,11 +154,7 @@ class Server:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     def _check_client(self, request: Request, fields: Fields) -> None:
-        """Refuse a client without a key, or with too many requests.
-
-        Raises:
-            HTTPException: with the message for the client.
-        """
+        """Raise HTTPException for a client without a key, or with too many requests."""
         client = request.client.host if request.client else ""
         if self._settings.api_keys:
             header = request.headers.get("authorization", "")  # as Latin-1
