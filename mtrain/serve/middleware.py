@@ -49,8 +49,6 @@ class RequestMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http":
-            raise RuntimeError(f"a scope of type {scope['type']}")
         started_s, status = time.monotonic(), 0
         scope["state"] = {}
 
