@@ -84,7 +84,7 @@ class AuditReport:
 
 
 def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
-    """Yield lines of at most `_WIDTH` columns, except the last: the folder of the lists."""
+    """Yield lines of at most `_WIDTH` columns, except the last: where the lists are."""
     yield from _summary(report)
     yield ""
     for number, corpus in enumerate(report.corpora):
@@ -121,7 +121,8 @@ def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
     yield ""
     counts = [(report.count(severity), severity.name.lower()) for severity in reversed(Severity)]
     yield ", ".join(count(number, name) for number, name in counts)
-    yield f"lists of every line: {directory}"
+    has_lists = any(finding.list_file for finding in report.findings)
+    yield f"lists of every line: {directory}" if has_lists else f"report: {directory}/report.json"
 
 
 def as_json(report: AuditReport) -> Iterator[str]:

@@ -374,6 +374,13 @@ def test_a_split_that_leaks_is_the_first_line_of_the_report(cli: Cli, tmp_path: 
     ) in page
 
 
+def test_a_report_without_a_list_names_its_json(cli: Cli, tmp_path: Path) -> None:
+    *page, last = cli("check", write_planted(tmp_path, clean(600))).lines
+    assert page[-1] == "0 errors, 0 warnings, 0 notes"
+    assert last == f"report: {tmp_path / 'run' / 'check' / 'report.json'}"
+    assert [path.name for path in (tmp_path / "run" / "check").iterdir()] == ["report.json"]
+
+
 def test_held_out_sets_drawn_from_the_training_files_give_no_warning(
     cli: Cli, tmp_path: Path
 ) -> None:
