@@ -17,14 +17,14 @@ def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float)
         config: `schedule`, `lr` (for noam: the factor) and `warmup_steps`.
         d_model: the model width, used by noam.
         step: the number of the next update.
-        spent: the fraction of the budget, steps or minutes, that is used up.
+        spent: the fraction of the budget, steps or minutes, that is used up, in [0, 1].
     """
     if config.schedule == "noam":
         return config.lr * noam(step, config.warmup_steps, d_model)
     warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
     if config.schedule == "inverse_sqrt":
         return config.lr * warm * min(1.0, math.sqrt(max(config.warmup_steps, 1) / step))
-    remaining = 1.0 - min(spent, 1.0)
+    remaining = 1.0 - min(max(spent, 0.0), 1.0)
     if config.schedule == "linear":
         return config.lr * warm * remaining
     return config.lr * warm * 0.5 * (1.0 - math.cos(math.pi * remaining))
